@@ -44,7 +44,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     group: Any = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     closed: bool = False
 
     @property

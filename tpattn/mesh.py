@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -190,7 +190,7 @@ class ParallelContext:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    def __enter__(self) -> ParallelContext:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
