@@ -53,6 +53,12 @@ class SequenceLayout:
         return SequenceLayout("striped", T, [everyone[owner == r] for r in range(n)], block)
 
     @staticmethod
+    def of_lengths(lengths: Sequence[int]) -> SequenceLayout:
+        """Rank r holds the r-th of n neighbouring pieces, `lengths[r]` tokens long: contiguous shares of any lengths."""
+        everyone = torch.arange(sum(lengths))
+        return SequenceLayout("of_lengths", sum(lengths), everyone.split(list(lengths)))
+
+    @staticmethod
     def of(positions: Sequence[Sequence[int] | Tensor]) -> SequenceLayout:
         """Rank r holds `positions[r]`, in that order. Every position of the sequence belongs to exactly one rank.
 
@@ -111,6 +117,8 @@ class SequenceLayout:
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
+        if self.kind == "of_lengths":
+            return self.kind, self.sizes
         if self.kind != "of":
             return self.kind, self.T, self.n, self.block
         bytes_ = self.rank_order.numpy().tobytes()

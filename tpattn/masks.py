@@ -23,13 +23,17 @@ class Mask:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the mask says, as a hashable value; the content of a dense table is left out (it never changes traffic)."""
+        """What the mask says, as a hashable value; a dense table counts by identity."""
         raise NotImplementedError
 
     @property
     def has_table(self) -> bool:
         """True when a part of the mask is a dense table."""
         return False
+
+    def structure(self) -> Mask:
+        """The mask as every rank knows it: a dense part, known to its rows' rank only, counts as "everything"."""
+        return self
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         """Allowed key positions of the queries at `positions` [t]: lo, hi [b, i, t]. A dense part counts as "everything"."""
@@ -49,7 +53,7 @@ class Mask:
         return _Or(self, _mask(other))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and not (self.has_table or other.has_table) and self.key == other.key
+        return isinstance(other, Mask) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -210,7 +214,7 @@ class _Dense(Mask):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return ("dense",)
+        return "dense", id(self)
 
     @property
     def has_table(self) -> bool:
@@ -223,6 +227,9 @@ class _Dense(Mask):
                 f"masks.dense is {[b, h, rows, columns]}, needs [t, S], [B, 1, t, S] or [B, H, t, S] with B={B}, H={H}, t={t} local "
                 f"rows (cut them with ctx.cp.shard(mask, layout, dim=-2)) and all S={S} key columns"
             )
+
+    def structure(self) -> Mask:
+        return full()
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         return full().intervals(positions, S)
@@ -256,6 +263,9 @@ class _Pair(Mask):
 class _And(_Pair):
     name = "and"
 
+    def structure(self) -> Mask:
+        return _And(self.a.structure(), self.b.structure())
+
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         (lo_a, hi_a), (lo_b, hi_b) = self.a.intervals(positions, S), self.b.intervals(positions, S)
         lo = torch.maximum(lo_a[:, :, None], lo_b[:, None]).flatten(1, 2)
@@ -269,6 +279,9 @@ class _And(_Pair):
 
 class _Or(_Pair):
     name = "or"
+
+    def structure(self) -> Mask:
+        return full() if self.has_table else self
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         if self.has_table:  # which pairs the table adds is known to its rows' rank only

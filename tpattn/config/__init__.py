@@ -1,0 +1,39 @@
+"""How a run is described: Hydra's YAML chooses, dataclasses check, code receives ordinary values.
+
+Owns the legal keys and their types (`schema`), turning a command line into a checked `Config` (`load`, `convert`, `check`),
+the run's one folder and its one error message (`run`), and making models and layers from a config (`build`). Nothing below
+imports this room, and Hydra is imported only when a command line is read.
+"""
+
+from tpattn.config.build import build
+from tpattn.config.load import load
+from tpattn.config.run import make_run_dir, one_message
+from tpattn.config.schema import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    dump,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "build",
+    "dump",
+    "load",
+    "make_run_dir",
+    "one_message",
+]
