@@ -167,7 +167,7 @@ def _compose(folder: Path, name: str, choices: dict[str, str]) -> dict[str, Any]
     try:
         with initialize_config_dir(config_dir=str(folder.absolute()), version_base="1.3"):
             composed = compose(name, overrides=overrides)
-    except Exception as error:  # noqa: BLE001  Hydra's own, OmegaConf's and YAML's: whatever it is, the files are at fault
+    except Exception as error:  # Hydra's own, OmegaConf's and YAML's: whatever it is, the files are at fault
         raise ConfigError(f"{folder}: the config files do not fit together: {' '.join(str(error).split())}") from None
     merged = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(merged, dict)
