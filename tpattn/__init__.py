@@ -1,3 +1,57 @@
 """tpattn: transformer attention sharded in two ways at once, weights over `tp` and tokens over `cp`."""
 
+from tpattn import masks
+from tpattn.attention import sequence_attention
+from tpattn.attention.layers import ParallelSelfAttention
+from tpattn.blocks import ParallelMLP, TransformerBlock
+from tpattn.comm import ledger
+from tpattn.embedding import VocabParallelEmbedding
+from tpattn.errors import CollectiveMismatch, CollectiveTimeout, ContextClosed, PeerLost, TpattnError, Unsupported
+from tpattn.gradients import clip_grad_norm_, finish_gradients
+from tpattn.layout import AttentionGrid, SequenceLayout
+from tpattn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, column_linear, row_linear, split_tensor
+from tpattn.loss import token_mean, vocab_parallel_cross_entropy
+from tpattn.mesh import ParallelContext
+from tpattn.model import Transformer
+from tpattn.norm import LayerNorm, RMSNorm
+from tpattn.params import load_whole_state_dict, param_groups, whole_state_dict
+from tpattn.random import RandomKey, dropout
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionGrid",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "ColumnParallelLinear",
+    "ContextClosed",
+    "LayerNorm",
+    "ParallelContext",
+    "ParallelMLP",
+    "ParallelSelfAttention",
+    "PeerLost",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "RandomKey",
+    "RowParallelLinear",
+    "SequenceLayout",
+    "TpattnError",
+    "Transformer",
+    "TransformerBlock",
+    "Unsupported",
+    "VocabParallelEmbedding",
+    "clip_grad_norm_",
+    "column_linear",
+    "dropout",
+    "finish_gradients",
+    "ledger",
+    "load_whole_state_dict",
+    "masks",
+    "param_groups",
+    "row_linear",
+    "sequence_attention",
+    "split_tensor",
+    "token_mean",
+    "vocab_parallel_cross_entropy",
+    "whole_state_dict",
+]

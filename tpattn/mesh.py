@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
@@ -85,6 +85,8 @@ class ParallelContext:
         """Use the constructors `from_env`, `from_config`, `single`."""
         self.mesh, self.device, self.timeout = mesh, device, timeout
         self.closed = False
+        self.watches_optimizers = False
+        self.on_close: list[Callable[[], object]] = []  # what other rooms must undo when this context ends
         self._owns_default, self._groups = owns_default, []
         if mesh is None:
             self.dp, self.cp, self.tp, self.dp_cp, self.world = (Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world"))
@@ -179,6 +181,8 @@ class ParallelContext:
         if self.closed:
             return
         self.closed = True
+        for undo in self.on_close:
+            undo()
         for axis in (self.dp, self.cp, self.tp, self.dp_cp, self.world):
             axis.closed = True
         if self.mesh is None or not dist.is_initialized():

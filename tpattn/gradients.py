@@ -1,0 +1,164 @@
+"""Finishing gradients once per step, and the gradient norm: sums over exactly the ranks that hold parts, each element once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpattn import comm
+from tpattn.errors import TpattnError, Unsupported
+from tpattn.mesh import ParallelContext
+from tpattn.params import ShardedModule, gradient_state, require_finished, sharded_parameters, to_local, track
+
+_BUCKET = 1 << 25  # bytes of gradients that are summed in one message
+
+
+def finish_gradients(model: nn.Module) -> None:
+    """Complete every gradient of `model`: sum this rank's parts over the ranks that saw other tokens or other heads.
+
+    Call it once per step, after the last backward and before clipping. Gradients partial over tp (norms under sequence_parallel)
+    are summed over the whole mesh, all others over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero
+    there, one missing everywhere stays None. A second call does nothing.
+
+    raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete
+                Unsupported for a model without a tpattn layer
+    """
+    ctx, rules = _rules(model)
+    if ctx.world.size == 1:
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
+        track(p, ctx)
+        state = gradient_state(p)
+        if state is not None and state.mixed and p.grad is not None:
+            raise TpattnError(
+                f"finish_gradients: a backward ran after the gradients were finished and added to {names[id(p)]}; call it once per "
+                "step, after the last backward, and zero_grad(set_to_none=True) before the next step"
+            )
+    open_ = [p for p in parameters if not _is_finished(p)]
+    for axis, partial in ((ctx.world, True), (ctx.dp_cp, False)):
+        ours = [p for p in open_ if rules.get(id(p), False) == partial]
+        if axis.size > 1:
+            for bucket in _buckets(ours):
+                _sum_bucket(bucket, axis)
+    for p in open_:
+        state = gradient_state(p)
+        assert state is not None
+        state.raw, state.mixed, state.finished = False, False, p.grad
+
+
+def _is_finished(p: Tensor) -> bool:
+    state = gradient_state(p)
+    return state is not None and not state.raw and p.grad is not None and state.finished is p.grad
+
+
+def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, bool]]:
+    """The context of the model's layers, and for each of their parameters whether its gradient is partial over tp."""
+    contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
+    if len(contexts) != 1:
+        raise Unsupported(
+            f"finish_gradients needs a model with tpattn layers of one ParallelContext, found {len(contexts)} contexts in "
+            f"{type(model).__name__}"
+        )
+    rules = {id(module.get_parameter(key)): spec.partial for _, module, key, spec in sharded_parameters(model)}
+    return next(iter(contexts.values())), rules
+
+
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters in order, cut where the dtype changes or the bucket is full; the same on every rank."""
+    buckets: list[list[Tensor]] = []
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        size = _BUCKET
+        for p in (p for p in parameters if p.dtype == dtype):
+            if size >= _BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(p)
+            size += to_local(p.detach()).numel() * p.element_size()
+    return buckets
+
+
+@torch.no_grad()
+def _sum_bucket(parameters: Sequence[Tensor], axis: comm.Group) -> None:
+    """One all-reduce of the gradients end to end, with one more number each: on how many ranks there was one."""
+    shares = [to_local(p.detach()) for p in parameters]
+    sizes = [share.numel() for share in shares]
+    flat = torch.zeros(sum(sizes) + len(sizes), dtype=shares[0].dtype, device=shares[0].device)
+    for i, (p, piece) in enumerate(zip(parameters, flat.split([*sizes, len(sizes)])[:-1], strict=True)):
+        if p.grad is not None:
+            piece.copy_(to_local(p.grad).reshape(-1))
+            flat[sum(sizes) + i] = 1
+    total = comm.all_reduce(flat, axis, direction="backward")
+    for i, (p, share, piece) in enumerate(zip(parameters, shares, total.split([*sizes, len(sizes)])[:-1], strict=True)):
+        if total[sum(sizes) + i] > 0:
+            p.grad = _like_parameter(piece.view(share.shape).clone(), p)
+
+
+def _like_parameter(grad: Tensor, p: Tensor) -> Tensor:
+    """A complete local gradient, placed as its parameter is."""
+    if not isinstance(p, DTensor):
+        return grad
+    return DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+# ---- the norm --------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients in place so that their common norm is at most `max_norm`; every element of the model counts once.
+
+    parameters  an iterable (a generator too) or one tensor; plain and divided ones may be mixed; those without gradient are skipped
+    norm_type   any positive number, or inf
+    foreach     None and True scale all gradients in one call, False one by one; the result is the same
+    returns     the norm before clipping, a plain scalar, equal on every rank (float32; float64 for float64 gradients)
+    raises      TpattnError when finish_gradients was not called; RuntimeError for a non-finite norm if asked to
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [p for p in parameters if p.grad is not None]
+    require_finished(parameters, "clip_grad_norm_")
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if norm_type <= 0:
+        raise Unsupported(f"clip_grad_norm_: norm_type={norm_type} must be positive, or inf")
+    infinite = norm_type == float("inf")
+    grads = [to_local(p.grad) for p in parameters if p.grad is not None]
+    device = grads[0].device if grads else torch.device("cpu")
+    sums: dict[int, tuple[comm.Group, Tensor]] = {}  # mesh -> its group, and the local sum (or maximum) of its gradients
+    plain = torch.zeros((), dtype=torch.float64, device=device)
+    for p, g in zip(parameters, grads, strict=True):
+        part = g.abs().max().double() if infinite and g.numel() else torch.zeros((), dtype=torch.float64, device=device)
+        if not infinite:
+            part = torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) ** norm_type
+        if isinstance(p.grad, DTensor) and any(isinstance(x, Shard) for x in p.grad.placements):
+            group = comm.group_of(p.grad.device_mesh.get_group(), "tp")
+            before = sums.get(id(p.grad.device_mesh), (group, torch.zeros_like(plain)))[1]
+            sums[id(p.grad.device_mesh)] = group, torch.maximum(before, part) if infinite else before + part
+        elif isinstance(p.grad, DTensor) and not all(isinstance(x, Replicate) for x in p.grad.placements):
+            raise TpattnError("clip_grad_norm_: a gradient is still partial over tp; call tpattn.finish_gradients(model) first")
+        else:
+            plain = torch.maximum(plain, part) if infinite else plain + part
+    for group, part in sums.values():
+        part = comm.all_reduce(part, group, op="max" if infinite else "sum", direction="backward")
+        plain = torch.maximum(plain, part) if infinite else plain + part
+    norm = plain if infinite else plain ** (1.0 / norm_type)
+    norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} is {float(norm)}; disable error_if_nonfinite to scale anyway")
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if foreach is None or foreach:
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale.to(dtype))
+    else:
+        for g in grads:
+            g.mul_(scale.to(g.dtype))
+    return norm

@@ -1,0 +1,253 @@
+"""Linear layers divided over tp: by columns (outputs), by rows (inputs), and the fused q, k, v projection by heads.
+
+A column-divided layer takes an input that all tp ranks share and gives each its outputs; a row-divided one takes such outputs and
+sums. Between the two nothing is sent, and elementwise activations commute with the column split (not with the row split). Under
+`sequence_parallel` tokens are divided over tp outside: all-gather in front, reduce-scatter behind, the same bytes as one all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tpattn import comm
+from tpattn.errors import Unsupported
+from tpattn.layout import chunk_sizes
+from tpattn.mesh import ParallelContext
+from tpattn.norm import check_width
+from tpattn.params import Init, ShardedModule, bias_fill, finish_init, weight_fill
+
+_TOKENS = -2  # the dimension of the tokens in [.., t, M]
+
+
+# ---- the seed's functions, with an explicit group --------------------------------------------------------------------------
+
+
+def split_tensor(data: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's piece of `data` along `dim` by torch.chunk's rule, contiguous; sends nothing.
+
+    group       a torch process group; None = all processes
+    raises      Unsupported when a rank would get nothing (torch.chunk would give fewer pieces than ranks)
+    """
+    ranks = comm.group_of(group)
+    if not -data.dim() <= dim < data.dim():
+        raise Unsupported(f"split_tensor: dim={dim} for a tensor {list(data.shape)}")
+    sizes = chunk_sizes(data.shape[dim], ranks.size)
+    if sizes[-1] == 0:
+        raise Unsupported(f"split_tensor: {data.shape[dim]} along dim={dim} over {ranks.size} ranks gives {sizes}: a rank would get nothing")
+    return data.split(sizes, dim=dim)[ranks.rank].contiguous()
+
+
+def column_linear(x: Tensor, local_weight: Tensor, group: Any = None) -> Tensor:
+    """x [.., I] (the same on all ranks) times this rank's rows [o, I] of the weight -> [.., o]; gradient of x: all-reduce.
+
+    Gradient of the weight: this rank's share, g^T x.
+    """
+    return F.linear(comm.replicate(x, comm.group_of(group)), local_weight)
+
+
+def row_linear(x: Tensor, local_weight: Tensor, group: Any = None, input_is_parallel: bool = True) -> Tensor:
+    """This rank's features x [.., i] times its columns [O, i] of the weight, summed over ranks -> [.., O] on every rank.
+
+    input_is_parallel   False: x is the whole [.., I] on every rank; it is cut first, and its gradient gathered
+    gradient            of x: nothing is sent (or the all-gather above); of the weight: this rank's share, never the whole
+    """
+    ranks = comm.group_of(group)
+    if not input_is_parallel:
+        x = comm.shard(x, ranks, -1, chunk_sizes(x.shape[-1], ranks.size))
+    return comm.reduce(F.linear(x, local_weight), ranks)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------------
+
+
+def enter(x: Tensor, tp: comm.Group, sequence_parallel: bool, token_sizes: Sequence[int] | None) -> Tensor:
+    """The input of a column-divided product: all tokens, on every tp rank. Gradient: summed over tp."""
+    if sequence_parallel:
+        return comm.gather_sum(x, tp, x.dim() + _TOKENS, token_sizes)
+    return comm.replicate(x, tp)
+
+
+def leave(y: Tensor, tp: comm.Group, sequence_parallel: bool) -> Tensor:
+    """The output of a row-divided product: the sum over tp, whole or as this rank's token shard."""
+    return comm.scatter_sum(y, tp, y.dim() + _TOKENS) if sequence_parallel else comm.reduce(y, tp)
+
+
+class ColumnParallelLinear(ShardedModule):
+    """y = x W^T + b with the outputs divided over tp.
+
+    in_features         I, not divided
+    out_features        O, by torch.chunk's rule: o = ceil(O / tp) on each rank, the last fewer
+    weight, bias        [O, I] and [O], each rank o rows
+    gather_output       True: the outputs are gathered, every rank gets all O (their gradient: own piece)
+    sequence_parallel   the input is a token shard over tp and is gathered first
+    raises              Unsupported when a rank would hold no output
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        ctx: ParallelContext,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        init: Init = "default",
+    ) -> None:
+        super().__init__(ctx, dtype)
+        check_counts(self, in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
+        self.add_parameter("weight", (out_features, in_features), dim=0, fill=weight_fill(init, in_features, out_features))
+        if bias:
+            self.add_parameter("bias", (out_features,), dim=0, fill=bias_fill(in_features))
+        finish_init(self, ctx)
+
+    def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:
+        """x [.., I] the same on every tp rank -> [.., o]; with sequence_parallel x [.., t', I] -> [.., t, o].
+
+        token_sizes     with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
+        """
+        check_width(self, x, self.in_features)
+        y = self.project(enter(x, self.ctx.tp, self.sequence_parallel, token_sizes))
+        if self.gather_output:
+            y = comm.gather(y, self.ctx.tp, y.dim() - 1, chunk_sizes(self.out_features, self.ctx.tp.size))
+        return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """This rank's outputs of an input that already entered (see `enter`); sends nothing."""
+        bias = self.local("bias", x.dtype) if "bias" in self.specs else None
+        return F.linear(x, self.local("weight", x.dtype), bias)
+
+
+class RowParallelLinear(ShardedModule):
+    """y = x W^T + b with the inputs divided over tp; the bias is added once, after the sum.
+
+    in_features         I, by torch.chunk's rule: i on each rank; or (H, D): heads of D features, divided by heads
+    out_features        O, not divided
+    weight              [O, I] (or [O, H, D]), each rank its columns; bias [O] on every rank
+    input_is_parallel   True: x holds this rank's i features, as a column-divided layer gives them; False: x is whole and is cut
+    sequence_parallel   the output is this rank's token shard; the bias gradient is then partial
+    raises              Unsupported when a rank would hold no input
+    """
+
+    def __init__(
+        self,
+        in_features: int | tuple[int, int],
+        out_features: int,
+        *,
+        ctx: ParallelContext,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        init: Init = "default",
+    ) -> None:
+        super().__init__(ctx, dtype)
+        shape = (in_features,) if isinstance(in_features, int) else tuple(in_features)
+        self.in_features, self.out_features = math.prod(shape), out_features
+        check_counts(self, in_features=self.in_features, out_features=out_features)
+        self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
+        self._input_sizes = [n * math.prod(shape[1:]) for n in chunk_sizes(shape[0], ctx.tp.size)]
+        fill = weight_fill(init, self.in_features, out_features)
+        self.add_parameter("weight", (out_features, *shape), dim=1, fill=fill, flat=(out_features, self.in_features))
+        if bias:
+            self.add_parameter("bias", (out_features,), dim=None, fill=bias_fill(self.in_features), partial=sequence_parallel)
+        finish_init(self, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., i] (or whole [.., I]) -> [.., O] the same on every tp rank; with sequence_parallel [.., t', O], a token shard."""
+        tp = self.ctx.tp
+        if not self.input_is_parallel:
+            check_width(self, x, self.in_features)
+            x = comm.shard(x, tp, x.dim() - 1, self._input_sizes)
+        check_width(self, x, self._input_sizes[tp.rank])
+        y = leave(F.linear(x, self.local("weight", x.dtype).flatten(1)), tp, self.sequence_parallel)
+        return y + self.local("bias", x.dtype) if "bias" in self.specs else y
+
+
+class QKVParallelLinear(ShardedModule):
+    """The q, k and v projections of grouped-query attention, divided over tp by heads.
+
+    hidden              M, not divided
+    num_heads           H query heads, num_kv_heads K key-value heads (None = H; K divides H), head_dim D (None = M / H)
+    q, k, v             weights [H, D, M], [K, D, M], [K, D, M]; q_bias, k_bias, v_bias [H, D], [K, D], [K, D] with bias=True.
+                        Separate parameters, so that no checkpoint depends on tp; each rank holds whole heads
+    sequence_parallel   the input is a token shard over tp and is gathered first
+    raises              Unsupported when the heads do not divide such that query heads stay with the heads they read
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        ctx: ParallelContext,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        init: Init = "default",
+    ) -> None:
+        super().__init__(ctx, dtype)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = head_dims(type(self).__name__, hidden, num_heads, num_kv_heads, head_dim, ctx.tp.size)
+        self.hidden, self.num_heads, self.num_kv_heads, self.head_dim = hidden, num_heads, num_kv_heads, head_dim
+        self.sequence_parallel = sequence_parallel
+        for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+            fill = weight_fill(init, hidden, heads * head_dim)
+            self.add_parameter(name, (heads, head_dim, hidden), dim=0, fill=fill, flat=(heads * head_dim, hidden))
+            if bias:
+                self.add_parameter(f"{name}_bias", (heads, head_dim), dim=0, fill=bias_fill(hidden), flat=(heads * head_dim,))
+        finish_init(self, ctx)
+
+    def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, t, M] (a token shard [B, t', M] with sequence_parallel) -> q [B, t, h, D], k and v [B, t, k, D]: own heads."""
+        check_width(self, x, self.hidden)
+        x = enter(x, self.ctx.tp, self.sequence_parallel, token_sizes)
+        q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
+        return q, k, v
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        weight = self.local(name, x.dtype)
+        bias = self.local(f"{name}_bias", x.dtype).flatten() if f"{name}_bias" in self.specs else None
+        return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
+
+
+def check_counts(layer: Any, **sizes: Any) -> None:
+    """Raise Unsupported for a size that is not a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise Unsupported(f"{layer if isinstance(layer, str) else type(layer).__name__}: {name}={size!r} must be a positive integer")
+
+
+def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int | None, tp: int) -> int:
+    """head_dim, after checking that heads divide: K divides H, and each tp rank's query heads read its own key-value heads.
+
+    raises      Unsupported with the numbers and what would work
+    """
+    check_counts(layer, hidden=hidden, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise Unsupported(f"{layer}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if head_dim is None:
+        if hidden % num_heads:
+            raise Unsupported(f"{layer}: hidden={hidden} is not a multiple of num_heads={num_heads}; pass head_dim=")
+        head_dim = hidden // num_heads
+    check_counts(layer, head_dim=head_dim)
+    ratio = num_heads // num_kv_heads
+    query, kv = chunk_sizes(num_heads, tp), chunk_sizes(num_kv_heads, tp)
+    if kv[-1] == 0 or query != [ratio * n for n in kv]:
+        fits = [n for n in range(1, num_kv_heads + 1) if chunk_sizes(num_kv_heads, n)[-1] and num_kv_heads % n == 0]
+        raise Unsupported(
+            f"{layer}: {num_heads} query heads and {num_kv_heads} key-value heads over tp={tp} give {query} and {kv}; every rank needs "
+            f"the {ratio} query heads of each key-value head it holds, so tp could be {', '.join(map(str, fits))}"
+        )
+    return head_dim

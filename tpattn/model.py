@@ -1,0 +1,112 @@
+"""A decoder: token embedding, blocks, norm, head over a divided vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpattn.attention.layers import share_layout, tokens_over_tp
+from tpattn.blocks import _NORMS, TransformerBlock, drop
+from tpattn.embedding import VocabParallelEmbedding
+from tpattn.layout import AttentionGrid, SequenceLayout
+from tpattn.linear import ColumnParallelLinear
+from tpattn.masks import Mask, causal
+from tpattn.mesh import ParallelContext
+from tpattn.params import Init, deferred_init, finish_init
+from tpattn.random import RandomKey
+
+
+class Transformer(nn.Module):
+    """A causal language model whose weights are divided over tp and whose tokens are divided over cp.
+
+    vocab_size          V; embedding and head hold v rows on each tp rank
+    hidden ... norm     as in `TransformerBlock`
+    num_layers          number of blocks
+    tied                the head uses the embedding's weight
+    seed                of the initial values, by (seed, full name, global index): the same model on any mesh; None = one draw from
+                        torch's CPU generator, which must agree on all ranks
+    dropout             of the embedding and of the residual branches, while training; forward then needs a key
+    dtype               of the parameters; compute_dtype that of the computation (None = the same)
+    sequence_parallel   tokens are divided over tp between the linear layers
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        ffn: int | None = None,
+        activation: str = "swiglu",
+        norm: str = "rmsnorm",
+        tied: bool = False,
+        seed: int | None = None,
+        *,
+        ctx: ParallelContext,
+        grid: AttentionGrid | str = "auto",
+        transport: str = "auto",
+        kernel: str = "auto",
+        rope_base: float | None = 10000.0,
+        bias: bool = False,
+        dropout: float = 0.0,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        init: Init = "default",
+    ) -> None:
+        super().__init__()
+        self.ctx, self.vocab_size, self.sequence_parallel, self.tied = ctx, vocab_size, sequence_parallel, tied
+        self.dropout, self.compute_dtype = dropout, compute_dtype
+        with deferred_init():
+            self.embedding = VocabParallelEmbedding(
+                vocab_size, hidden, ctx=ctx, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+            )
+            self.blocks = nn.ModuleList(
+                TransformerBlock(
+                    hidden,
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    ffn,
+                    activation,
+                    norm,
+                    ctx=ctx,
+                    grid=grid,
+                    transport=transport,
+                    kernel=kernel,
+                    rope_base=rope_base,
+                    bias=bias,
+                    dropout=dropout,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                    init=init,
+                )
+                for _ in range(num_layers)
+            )
+            self.norm = _NORMS[norm](hidden, ctx=ctx, sequence_parallel=sequence_parallel, dtype=dtype)
+            self.head = ColumnParallelLinear(
+                hidden, vocab_size, ctx=ctx, bias=False, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+            )
+            if tied:
+                self.head.weight = self.embedding.weight
+        finish_init(self, ctx, seed)
+
+    def forward(
+        self, tokens: Tensor, *, mask: Mask | None = None, layout: SequenceLayout | None = None, key: RandomKey | None = None
+    ) -> Tensor:
+        """Logits [B, t, v], this tp rank's share of the vocabulary, for this cp rank's tokens [B, t].
+
+        mask        None = causal
+        layout      which positions each cp rank holds; None = contiguous, lengths agreed by one small all-gather
+        key         random numbers of the dropout; needed in training when dropout > 0
+        """
+        mask = causal() if mask is None else mask
+        layout = share_layout(self.ctx, tokens.shape[1], layout)
+        token_sizes = tokens_over_tp(tokens.shape[1], self.ctx, self.sequence_parallel)
+        x = self.embedding(tokens, self.compute_dtype)
+        x = drop(self, x, self.dropout, self.ctx, layout, token_sizes, key and key.child("embedding_dropout"))
+        for i, block in enumerate(self.blocks):
+            x = block(x, mask=mask, layout=layout, key=key and key.child(f"blocks.{i}"), token_sizes=token_sizes)
+        return self.head(self.norm(x), token_sizes)

@@ -1,0 +1,357 @@
+"""Parameters that are divided over tp: their placement, their initial values, and whole <-> share.
+
+With tp > 1 a parameter is a DTensor on the tp mesh, `Shard(dim)` or `Replicate()`; with tp = 1 it is plain. Initial values are those
+of the undivided model, from (seed, full name, global index). What a layer knows of its parameters stands in its `specs`, not on the
+tensors, where deepcopy would lose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from tpattn import comm, random
+from tpattn.errors import CollectiveMismatch, TpattnError, Unsupported
+from tpattn.layout import chunk_sizes
+from tpattn.mesh import ParallelContext
+
+Init = str | Callable[[Tensor], Any]
+INITS = ("default", "xavier", "kaiming", "normal")
+_NORMAL_STD = 0.02
+_AT_ONCE = 1 << 20  # initial values made at a time, to bound the memory of their indices
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one parameter is, the same on every rank.
+
+    shape       of the undivided parameter
+    dim         the dimension divided over tp, by torch.chunk's rule; None = every rank holds all of it
+    partial     its gradient on each tp rank is a part of a sum (a replicated weight used on token or head shards)
+    fill        ("uniform", bound), ("normal", std), ("constant", value) or ("call", function of the whole tensor)
+    flat        its shape in whole state dicts, as torch's own layers have it
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    partial: bool
+    fill: tuple[str, Any]
+    flat: tuple[int, ...]
+
+
+class ShardedModule(nn.Module):
+    """A layer with parameters divided over `ctx.tp`. Sub-classes call `add_parameter`, and `finish_init` at the end."""
+
+    def __init__(self, ctx: ParallelContext, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        if not isinstance(ctx, ParallelContext):
+            raise TypeError(f"{type(self).__name__} needs ctx=ParallelContext..., got {type(ctx).__name__}")
+        ctx.tp.require_open()
+        self.ctx = ctx
+        self.specs: dict[str, Spec] = {}
+        self._dtype = dtype or torch.get_default_dtype()
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dim: int | None,
+        fill: tuple[str, Any],
+        partial: bool = False,
+        flat: Sequence[int] | None = None,
+    ) -> None:
+        """Register parameter `name`; its values come with `finish_init`.
+
+        raises      Unsupported when the size along `dim` would leave a tp rank without a row
+        """
+        tp = self.ctx.tp
+        local = list(shape)
+        if dim is not None:
+            sizes = chunk_sizes(shape[dim], tp.size)
+            if sizes[-1] == 0:
+                fits = [n for n in range(1, tp.size + 1) if chunk_sizes(shape[dim], n)[-1]]
+                raise Unsupported(
+                    f"{type(self).__name__}: {name} has {shape[dim]} rows to divide over tp={tp.size}, which gives {sizes}: a rank would "
+                    f"hold none; tp could be {', '.join(map(str, fits))}, or the size at least {_least(tp.size, shape[dim])}"
+                )
+            local[dim] = sizes[tp.rank]
+        meta = torch.get_default_device().type == "meta"
+        share = torch.empty(local, dtype=self._dtype, device="meta" if meta else self.ctx.device)
+        self.specs[name] = Spec(tuple(shape), dim, partial and tp.size > 1, fill, tuple(flat or shape))
+        self.register_parameter(name, nn.Parameter(_wrap(share, self.specs[name], self.ctx)))
+        track(self.get_parameter(name), self.ctx)
+
+    def local(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's share of parameter `name` as a plain tensor, in the dtype of the computation.
+
+        The gradient rule stands here: a partial one is declared `Partial()`, so that `finish_gradients` sums it over tp.
+        """
+        parameter, spec = self.get_parameter(name), self.specs[name]
+        share = to_local(parameter, spec.partial)
+        return share if dtype is None or share.dtype == dtype else share.to(dtype)
+
+
+def to_local(parameter: Tensor, partial: bool = False) -> Tensor:
+    """The plain local tensor of a parameter; `partial`: its gradient is a part of a sum over tp."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+def _least(tp: int, size: int) -> int:
+    """The smallest size from `size` up that gives every one of tp ranks a row by torch.chunk's rule."""
+    while chunk_sizes(size, tp)[-1] == 0:
+        size += 1
+    return size
+
+
+def _placement(spec: Spec) -> Placement:
+    return Replicate() if spec.dim is None else Shard(spec.dim)
+
+
+def _wrap(share: Tensor, spec: Spec, ctx: ParallelContext, placement: Placement | None = None) -> Tensor:
+    """A share as a DTensor on the tp mesh; plain with tp = 1."""
+    if ctx.tp.size == 1:
+        return share
+    assert ctx.mesh is not None
+    stride = torch.empty(spec.shape, device="meta").stride()
+    return DTensor.from_local(
+        share, ctx.mesh["tp"], [placement or _placement(spec)], run_check=False, shape=torch.Size(spec.shape), stride=stride
+    )
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, str, Spec]]:
+    """(full name, module, its name there, spec) of every parameter of tpattn's layers in `model`, each parameter once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            for name, spec in module.specs.items():
+                parameter = module.get_parameter(name)
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield (f"{prefix}.{name}" if prefix else name), module, name, spec
+
+
+# ---- gradients: which are still this rank's part ---------------------------------------------------------------------------
+
+
+class _Gradients:
+    """What is known of the gradients of one parameter between its backward and the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.raw = False  # a backward has added this rank's part
+        self.finished: Tensor | None = None  # the gradient that finish_gradients has completed
+        self.mixed = False  # a backward has added to a completed gradient
+
+
+_gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradients; only for contexts of several ranks
+
+
+def track(parameter: Tensor, ctx: ParallelContext) -> None:
+    """Watch a parameter's gradient from now on, so that an unreduced one is noticed. Nothing on a context of one rank."""
+    if ctx.world.size == 1 or parameter in _gradients:
+        return
+    if not ctx.watches_optimizers:
+        ctx.watches_optimizers = True
+        ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
+    state = _Gradients()
+    _gradients[parameter] = state
+
+    def after_backward(p: Tensor) -> None:
+        state.mixed = state.mixed or (state.finished is not None and p.grad is state.finished)
+        state.raw = True
+
+    parameter.register_post_accumulate_grad_hook(after_backward)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        require_finished(group["params"], f"{type(optimizer).__name__}.step")
+
+
+def require_finished(parameters: Iterable[Tensor], what: str) -> None:
+    """Raise TpattnError when a gradient is still this rank's part of a sum."""
+    for p in parameters:
+        state = gradient_state(p)
+        if state is not None and state.raw and p.grad is not None:
+            raise TpattnError(
+                f"{what}: a gradient of shape {list(p.shape)} is still this rank's part; call tpattn.finish_gradients(model) after the "
+                "last backward of the step"
+            )
+
+
+def gradient_state(parameter: Tensor) -> _Gradients | None:
+    """What is known of a parameter's gradient; None for a parameter that nobody watches."""
+    return _gradients.get(parameter)
+
+
+# ---- initial values --------------------------------------------------------------------------------------------------------
+
+
+def weight_fill(init: Init, fan_in: int, fan_out: int) -> tuple[str, Any]:
+    """How a weight with these fans of the *undivided* layer is filled.
+
+    default     uniform up to 1 / sqrt(fan_in), as torch.nn.Linear; xavier uniform up to sqrt(6 / (fan_in + fan_out)); kaiming uniform
+                up to sqrt(6 / fan_in); normal with std 0.02; or a function that fills the whole tensor in place
+    raises      Unsupported for another word
+    """
+    if callable(init):
+        return "call", init
+    if init == "default":
+        return "uniform", 1.0 / math.sqrt(max(1, fan_in))
+    if init == "xavier":
+        return "uniform", math.sqrt(6.0 / (fan_in + fan_out))
+    if init == "kaiming":
+        return "uniform", math.sqrt(6.0 / max(1, fan_in))
+    if init == "normal":
+        return "normal", _NORMAL_STD
+    raise Unsupported(f"init={init!r}: expected {', '.join(INITS)} or a function that fills a tensor in place")
+
+
+def bias_fill(fan_in: int) -> tuple[str, Any]:
+    """torch.nn.Linear's own bias: uniform up to 1 / sqrt(fan_in), whatever the weight's init."""
+    return "uniform", 1.0 / math.sqrt(max(1, fan_in))
+
+
+_deferred: ContextVar[bool] = ContextVar("tpattn_init_deferred", default=False)
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Layers made inside leave their values to the composite module around them."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def finish_init(module: nn.Module, ctx: ParallelContext, seed: int | None = None) -> None:
+    """Fill the parameters of `module` from `seed`; None = one draw from torch's CPU generator, which must agree on all ranks.
+
+    raises      CollectiveMismatch when ranks drew different seeds (torch.manual_seed differs between them)
+    """
+    if _deferred.get():
+        return
+    if seed is None:
+        seed = int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64))
+        if not comm.is_fake(ctx.world):
+            seeds = [row[0] for row in comm.agree([seed], ctx.world)]
+            if len(set(seeds)) > 1:
+                raise CollectiveMismatch(
+                    f"{type(module).__name__}: ranks drew different initial seeds {dict(zip(ctx.world.ranks, seeds, strict=True))}; call "
+                    "torch.manual_seed with the same number on all ranks before building layers, or pass seed="
+                )
+    for name, owner, key, spec in sharded_parameters(module):
+        share = to_local(owner.get_parameter(key).detach())
+        if not share.is_meta:
+            fill_share(share, spec, random.fold(seed, name), ctx.tp)
+
+
+def fill_share(share: Tensor, spec: Spec, key: int, tp: comm.Group) -> None:
+    """Write this rank's part of the initial values of the undivided parameter into `share`; the same on any mesh."""
+    kind, value = spec.fill
+    if kind == "constant":
+        share.fill_(value)
+    elif kind == "call":
+        whole = torch.empty(spec.flat, dtype=share.dtype, device=share.device)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key & (2**63 - 1))
+            value(whole)
+        share.copy_(own_share(whole.view(spec.shape), spec, tp))
+    else:
+        flat = share.view(-1)
+        for start in range(0, flat.numel(), _AT_ONCE):
+            index = _global_index(spec, tp, start, min(flat.numel(), start + _AT_ONCE), share.device)
+            if kind == "uniform":
+                values = (2.0 * random.uniform(key, index) - 1.0) * value
+            else:
+                values = random.normal(key, index) * value
+            flat[start : start + index.numel()] = values.to(share.dtype)
+
+
+def _global_index(spec: Spec, tp: comm.Group, start: int, stop: int, device: torch.device) -> Tensor:
+    """Index, in the undivided parameter, of the elements start..stop-1 of this rank's share."""
+    local = torch.arange(start, stop, device=device)
+    if spec.dim is None or tp.size == 1:
+        return local
+    sizes = chunk_sizes(spec.shape[spec.dim], tp.size)
+    inner = math.prod(spec.shape[spec.dim + 1 :])
+    here, before = sizes[tp.rank] * inner, sum(sizes[: tp.rank]) * inner
+    return local.div(here, rounding_mode="floor") * (spec.shape[spec.dim] * inner) + before + local % here
+
+
+# ---- whole <-> share -------------------------------------------------------------------------------------------------------
+
+
+def own_share(whole: Tensor, spec: Spec, tp: comm.Group) -> Tensor:
+    """This rank's piece of an undivided tensor of the parameter's shape; a view."""
+    if spec.dim is None or tp.size == 1:
+        return whole
+    return whole.split(chunk_sizes(spec.shape[spec.dim], tp.size), dim=spec.dim)[tp.rank]
+
+
+def whole(share: Tensor, spec: Spec, tp: comm.Group) -> Tensor:
+    """The undivided tensor from every tp rank's share (a parameter's values, or a finished gradient): one all-gather."""
+    if spec.dim is None or tp.size == 1:
+        return share.clone()
+    shapes = [[*spec.shape[: spec.dim], n, *spec.shape[spec.dim + 1 :]] for n in chunk_sizes(spec.shape[spec.dim], tp.size)]
+    return torch.cat(comm.all_gather(share, shapes, tp), dim=spec.dim)
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Every entry of `model.state_dict()` undivided, on every rank, with torch's 2-D weight shapes; the same for every mesh."""
+    named = dict(model.named_modules())
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        prefix, _, key = name.rpartition(".")
+        module = named.get(prefix)
+        if isinstance(module, ShardedModule) and key in module.specs:
+            spec = module.specs[key]
+            state[name] = whole(to_local(value).detach(), spec, module.ctx.tp).view(spec.flat)
+        else:
+            state[name] = to_local(value).detach().clone()
+    return state
+
+
+def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Copy undivided tensors (as `whole_state_dict` gives them) into the shares of `model`; every rank passes the same.
+
+    raises      Unsupported for missing or unknown names (with strict) and for shapes that do not fit, before anything is copied
+    """
+    named, own = dict(model.named_modules()), model.state_dict()
+    missing, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
+    if strict and (missing or unknown):
+        raise Unsupported(f"state does not fit the model: missing {missing}, unknown {unknown}; strict=False loads what both have")
+    copies = []
+    for name in own:
+        if name not in state:
+            continue
+        prefix, _, key = name.rpartition(".")
+        module, value = named.get(prefix), state[name]
+        spec = module.specs.get(key) if isinstance(module, ShardedModule) else None
+        shape = spec.flat if spec else tuple(own[name].shape)
+        if tuple(value.shape) not in (shape, spec.shape if spec else shape):
+            raise Unsupported(f"{name}: the model needs {list(shape)}, got {list(value.shape)}")
+        part = own_share(value.reshape(spec.shape), spec, module.ctx.tp) if spec and isinstance(module, ShardedModule) else value
+        copies.append((to_local(own[name]), part))
+    with torch.no_grad():
+        for target, part in copies:
+            target.copy_(part)
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters for an optimizer, plain ones and DTensors apart (AdamW's foreach and fused fail on a mix, torch 2.13)."""
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    divided = [p for p in model.parameters() if isinstance(p, DTensor)]
+    return [{"params": group} for group in (plain, divided) if group]
