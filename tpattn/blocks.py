@@ -27,7 +27,7 @@ class ParallelMLP(nn.Module):
     """Feed-forward network: up-projection by columns, activation, down-projection by rows; swiglu has a gate beside it.
 
     hidden              model width M
-    ffn                 inner width F; None = 4 M, or 8 M / 3 rounded up to a multiple of 8 for swiglu (the same number of weights)
+    ffn                 inner width F; None = 4 M, or 8 M / 3 rounded up to a multiple of 8 for swiglu (as many weights)
     activation          gelu, relu, silu or swiglu: silu(gate(x)) * up(x)
     sequence_parallel   input and output are token shards over tp; the input is gathered once for gate and up
     source              GLU variants: Shazeer, arXiv:2002.05202
@@ -61,7 +61,9 @@ class ParallelMLP(nn.Module):
 
             self.gate = column() if activation == "swiglu" else None
             self.up = column()
-            self.down = RowParallelLinear(ffn, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init)
+            self.down = RowParallelLinear(
+                ffn, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+            )
         finish_init(self, ctx)
 
     def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:

@@ -72,7 +72,9 @@ def group_of(group: Any = None, name: str = "group") -> Group:
         return Group(name, (0,), 0)
     group = dist.group.WORLD if group is None else group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise Unsupported(f"rank {dist.get_rank()} is not a member of the group it was given; call this on the group's ranks only")
+        raise Unsupported(
+            f"rank {dist.get_rank()} is not a member of the group it was given; call this on the group's ranks only"
+        )
     nccl = "nccl" in str(dist.get_backend_config(group))
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     return Group(name, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group, device)
@@ -253,7 +255,9 @@ def start_gather(
         parts = [torch.empty(list(s), dtype=x.dtype, device=x.device) for s in shapes]
         received = sum(p.numel() for p in parts) * x.element_size() - x.numel() * x.element_size()
         own = x.contiguous()
-        wait_all = _call("all_gather", group, direction, received, lambda: dist.all_gather(parts, own, group.group, async_op=True))
+        wait_all = _call(
+            "all_gather", group, direction, received, lambda: dist.all_gather(parts, own, group.group, async_op=True)
+        )
 
         def wait_native() -> list[Tensor]:
             wait_all()
@@ -264,11 +268,10 @@ def start_gather(
     own = x.contiguous() if group.size > 2 else x  # packed once for each peer
     send = [[own] if other else [] for other in others]
     receive = [[(s, x.dtype)] if other else [] for s, other in zip(shapes, others, strict=True)]
-    wait_all = exchange(send, receive, group, direction=direction, operation="all_gather")
+    arrive = exchange(send, receive, group, direction=direction, operation="all_gather")
 
     def wait() -> list[Tensor]:
-        got = wait_all()
-        return [pieces[0] if pieces else x for pieces in got]
+        return [pieces[0] if pieces else x for pieces in arrive()]
 
     return wait
 
@@ -354,9 +357,7 @@ def is_fake(group: Group) -> bool:
     return group.group is not None and dist.get_backend(group.group) == "fake"
 
 
-def start_shift(
-    x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward"
-) -> Callable[[], Tensor]:
+def start_shift(x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward") -> Callable[[], Tensor]:
     """Start sending x to rank + by; wait() gives the tensor of rank - by, whose shape is `shape`. Sends and receives go out
     together, so no order of blocking sends can lock up, whatever the message size."""
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
@@ -500,9 +501,7 @@ class _Exchange(torch.autograd.Function):
         return back, None, None, None, None, None, None
 
 
-def _all_to_all(
-    x: Tensor, group: Group, split: int, pieces: list[int], join: int, shares: list[int], direction: str
-) -> Tensor:
+def _all_to_all(x: Tensor, group: Group, split: int, pieces: list[int], join: int, shares: list[int], direction: str) -> Tensor:
     parts = x.split(pieces, dim=split)
     shapes = [[*x.shape] for _ in shares]
     for shape, share in zip(shapes, shares, strict=True):
@@ -576,7 +575,13 @@ def own_piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = N
 
 
 def swap_shards(
-    x: Tensor, group: Group, *, split: int, join: int, split_sizes: Sequence[int] | None = None, join_sizes: Sequence[int] | None = None
+    x: Tensor,
+    group: Group,
+    *,
+    split: int,
+    join: int,
+    split_sizes: Sequence[int] | None = None,
+    join_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Shards along `join` -> shards along `split`: all-to-all; gradient: all-to-all back. Tokens for heads, for example.
 

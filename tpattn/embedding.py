@@ -48,11 +48,15 @@ class VocabParallelEmbedding(ShardedModule):
         if ids.dtype not in (torch.int64, torch.int32) or ids.dim() < 1:
             raise Unsupported(f"VocabParallelEmbedding needs integer ids [B, t], got {ids.dtype} {list(ids.shape)}")
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings):
-            raise Unsupported(f"an id lies outside the vocabulary of {self.num_embeddings}: smallest {int(ids.min())}, largest {int(ids.max())}")
+            raise Unsupported(
+                f"an id lies outside the vocabulary of {self.num_embeddings}: smallest {int(ids.min())}, largest {int(ids.max())}"
+            )
         tp, weight = self.ctx.tp, self.local("weight", dtype)
         if tp.size == 1:
             return F.embedding(ids, weight)
         start = sum(chunk_sizes(self.num_embeddings, tp.size)[: tp.rank])
         own = (ids >= start) & (ids < start + weight.shape[0])
         rows = F.embedding(torch.where(own, ids - start, 0), weight)
-        return leave(torch.where(own[..., None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device)), tp, self.sequence_parallel)
+        return leave(
+            torch.where(own[..., None], rows, torch.zeros((), dtype=rows.dtype, device=rows.device)), tp, self.sequence_parallel
+        )

@@ -36,8 +36,8 @@ def finish_gradients(model: nn.Module) -> None:
         state = gradient_state(p)
         if state is not None and state.mixed and p.grad is not None:
             raise TpattnError(
-                f"finish_gradients: a backward ran after the gradients were finished and added to {names[id(p)]}; call it once per "
-                "step, after the last backward, and zero_grad(set_to_none=True) before the next step"
+                f"finish_gradients: a backward ran after the gradients were finished and added to {names[id(p)]}; call it once "
+                "per step, after the last backward, and zero_grad(set_to_none=True) before the next step"
             )
     open_ = [p for p in parameters if not _is_finished(p)]
     for axis, partial in ((ctx.world, True), (ctx.dp_cp, False)):
@@ -118,7 +118,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their common norm is at most `max_norm`; every element of the model counts once.
 
-    parameters  an iterable (a generator too) or one tensor; plain and divided ones may be mixed; those without gradient are skipped
+    parameters  an iterable (a generator too) or one tensor; plain and divided ones may mix; those without gradient are skipped
     norm_type   any positive number, or inf
     foreach     None and True scale all gradients in one call, False one by one; the result is the same
     returns     the norm before clipping, a plain scalar, equal on every rank (float32; float64 for float64 gradients)
@@ -153,7 +153,9 @@ def clip_grad_norm_(
     norm = plain if infinite else plain ** (1.0 / norm_type)
     norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} is {float(norm)}; disable error_if_nonfinite to scale anyway")
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} is {float(norm)}; disable error_if_nonfinite to scale anyway"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if foreach is None or foreach:
         for dtype in dict.fromkeys(g.dtype for g in grads):

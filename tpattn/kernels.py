@@ -57,7 +57,8 @@ class Accumulator:
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867
     """
 
-    def __init__(self, B: int, H: int, T: int, Dv: int, like: Tensor) -> None:
+    def __init__(self, shape: Sequence[int], Dv: int, like: Tensor) -> None:
+        B, H, T = shape
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.out = torch.zeros(B, T, H, Dv, dtype=wide, device=like.device).transpose(1, 2)  # memory in public order
         self.lse = torch.full((B, H, T), -torch.inf, dtype=wide, device=like.device)
@@ -187,7 +188,7 @@ class CpuFlash(Backend):
         return device.type == "cpu" and dtype in _FLOATS
 
     def leaf(self, dtype: torch.dtype, backward: bool) -> int:
-        """128 (ENGINE figures: the op's causal flag saves nothing up to 512); whole squares where bfloat16 dislikes small calls."""
+        """128: the op's causal flag saves nothing up to 512 (torch 2.13); whole squares where bfloat16 dislikes small calls."""
         return 0 if backward and dtype in (torch.bfloat16, torch.float16) else 128
 
     @staticmethod
@@ -247,7 +248,9 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     for backend in _BACKENDS:
         if name in ("auto", backend.name) and backend.supports(device, dtype):
             return backend
-    raise Unsupported(f"kernel={name!r} cannot compute {dtype} on {device.type}; there are auto, {', '.join(available(device, dtype))}")
+    raise Unsupported(
+        f"kernel={name!r} cannot compute {dtype} on {device.type}; there are auto, {', '.join(available(device, dtype))}"
+    )
 
 
 # ---- tiles become calls ----------------------------------------------------------------------------------------------------
@@ -309,27 +312,31 @@ def _windows(x: Tensor, start: int, length: int, count: int, step: int) -> Tenso
     return x.as_strided((count, x.shape[1], length, *x.shape[3:]), strides, x.storage_offset() + start * x.stride(2))
 
 
-def _calls(tile: Tile, B: int, leaf: int, table: Tensor | None, device: torch.device) -> Iterator[tuple[_Call, Tensor | str | None]]:
+def _calls(
+    tile: Tile, B: int, leaf: int, table: Tensor | None, device: torch.device
+) -> Iterator[tuple[_Call, Tensor | str | None]]:
     """The calls of a tile, placed in its block, each with its mask. Only a batch of one can take strided windows."""
     if tile.kind == "ragged" or tile.table:
         keys = torch.arange(tile.keys, device=device)
-        mask = torch.ones(tile.rows, tile.keys, dtype=torch.bool, device=device)
+        block = torch.ones(tile.rows, tile.keys, dtype=torch.bool, device=device)
         if tile.kind == "ragged":
             assert tile.lo is not None and tile.hi is not None
-            mask = (keys >= tile.lo.to(device)[:, None]) & (keys < tile.hi.to(device)[:, None])
+            block = (keys >= tile.lo.to(device)[:, None]) & (keys < tile.hi.to(device)[:, None])
         if tile.table:
             assert table is not None
-            mask = mask & table[:, :, tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys]
-            if not bool(mask.any()):
+            block = block & table[:, :, tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys]
+            if not bool(block.any()):
                 return
         call = _Call("full", tile.row, tile.rows, tile.key, tile.keys)
-        yield call, None if tile.table and bool(mask.all()) else mask
+        yield call, None if tile.table and bool(block.all()) else block
         return
     if tile.kind == "full":
         yield _Call("full", tile.row, tile.rows, tile.key, tile.keys), None
         return
     for call in _tree(tile.kind, tile.rows, leaf):
-        mask = None if call.kind == "full" else "causal" if call.kind == "causal" else _square("flipped", call.rows, device)
+        mask: Tensor | str | None = None
+        if call.kind != "full":
+            mask = "causal" if call.kind == "causal" else _square("flipped", call.rows, device)
         for i in range(1 if B == 1 else call.count):
             row, key = tile.row + call.row + i * call.step, tile.key + call.key + i * call.step
             yield _Call(call.kind, row, call.rows, key, call.keys, call.count if B == 1 else 1, call.step), mask

@@ -75,7 +75,7 @@ class SequenceLayout:
             nobody = [int(p) for p in torch.nonzero(counts[:T] == 0).flatten()[:5]]
             raise Unsupported(
                 f"SequenceLayout.of got {T} positions that are not 0..{T - 1} once each: held twice {twice}, held by nobody "
-                f"{nobody}, smallest {int(everyone.min())}, largest {int(everyone.max())}; give every position to exactly one rank"
+                f"{nobody}, smallest {int(everyone.min())}, largest {int(everyone.max())}; give each position to exactly one rank"
             )
         return SequenceLayout("of", T, shares)
 
@@ -141,7 +141,7 @@ def split_sizes(size: int, n: int) -> list[int]:
 
 
 def chunk_sizes(size: int, n: int) -> list[int]:
-    """Lengths by DTensor's rule (`torch.chunk`): ceil(size / n) each, the last pieces shorter or empty. Weights divide this way."""
+    """Lengths by DTensor's rule (`torch.chunk`): ceil(size / n) each, the last pieces shorter or empty. Weights divide so."""
     step = -(-size // n)
     return [max(0, min(step, size - r * step)) for r in range(n)]
 
@@ -199,8 +199,8 @@ class AttentionGrid:
             words = " x ".join(f"{n}={s}" for n, s in zip(("ulysses", "ring", "merge"), sizes, strict=True))
             divisors = ", ".join(str(d) for d in range(1, cp + 1) if cp % d == 0)
             raise Unsupported(
-                f"attention grid {words} covers {known} ranks but cp={cp}; the three sizes must multiply to {cp}, so each must be "
-                f"one of {divisors} (or one of them -1)"
+                f"attention grid {words} covers {known} ranks but cp={cp}; the three sizes must multiply to {cp}, so each must "
+                f"be one of {divisors} (or one of them -1)"
             )
         return AttentionGrid(*sizes)
 

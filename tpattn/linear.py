@@ -2,7 +2,7 @@
 
 A column-divided layer takes an input that all tp ranks share and gives each its outputs; a row-divided one takes such outputs and
 sums. Between the two nothing is sent, and elementwise activations commute with the column split (not with the row split). Under
-`sequence_parallel` tokens are divided over tp outside: all-gather in front, reduce-scatter behind, the same bytes as one all-reduce.
+`sequence_parallel` tokens are divided over tp outside: all-gather in front, reduce-scatter behind, the bytes of one all-reduce.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def split_tensor(data: Tensor, dim: int, group: Any = None) -> Tensor:
         raise Unsupported(f"split_tensor: dim={dim} for a tensor {list(data.shape)}")
     sizes = chunk_sizes(data.shape[dim], ranks.size)
     if sizes[-1] == 0:
-        raise Unsupported(f"split_tensor: {data.shape[dim]} along dim={dim} over {ranks.size} ranks gives {sizes}: a rank would get nothing")
+        raise Unsupported(
+            f"split_tensor: {data.shape[dim]} along dim={dim} over {ranks.size} ranks gives {sizes}: a rank would get nothing"
+        )
     return data.split(sizes, dim=dim)[ranks.rank].contiguous()
 
 
@@ -163,7 +165,7 @@ class RowParallelLinear(ShardedModule):
         finish_init(self, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [.., i] (or whole [.., I]) -> [.., O] the same on every tp rank; with sequence_parallel [.., t', O], a token shard."""
+        """x [.., i] (or whole [.., I]) -> [.., O] the same on every tp rank; with sequence_parallel a token shard [.., t', O]."""
         tp = self.ctx.tp
         if not self.input_is_parallel:
             check_width(self, x, self.in_features)
@@ -226,7 +228,9 @@ def check_counts(layer: Any, **sizes: Any) -> None:
     """Raise Unsupported for a size that is not a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise Unsupported(f"{layer if isinstance(layer, str) else type(layer).__name__}: {name}={size!r} must be a positive integer")
+            raise Unsupported(
+                f"{layer if isinstance(layer, str) else type(layer).__name__}: {name}={size!r} must be a positive integer"
+            )
 
 
 def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int | None, tp: int) -> int:
@@ -247,7 +251,7 @@ def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_d
     if kv[-1] == 0 or query != [ratio * n for n in kv]:
         fits = [n for n in range(1, num_kv_heads + 1) if chunk_sizes(num_kv_heads, n)[-1] and num_kv_heads % n == 0]
         raise Unsupported(
-            f"{layer}: {num_heads} query heads and {num_kv_heads} key-value heads over tp={tp} give {query} and {kv}; every rank needs "
-            f"the {ratio} query heads of each key-value head it holds, so tp could be {', '.join(map(str, fits))}"
+            f"{layer}: {num_heads} query heads and {num_kv_heads} key-value heads over tp={tp} give {query} and {kv}; every rank "
+            f"needs the {ratio} query heads of each key-value head it holds, so tp could be {', '.join(map(str, fits))}"
         )
     return head_dim

@@ -18,7 +18,15 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        node: Any, logits: Tensor, target: Tensor, weight: Tensor, group: comm.Group, start: int, V: int, smoothing: float, z_loss: float
+        node: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        group: comm.Group,
+        start: int,
+        V: int,
+        smoothing: float,
+        z_loss: float,
     ) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         x = logits.to(wide)
@@ -66,7 +74,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross entropy of logits whose last dimension is divided over tp; the same on every tp rank.
 
-    logits          [.., v], this rank's share of the V columns (torch.chunk's rule), any float dtype; computed in float32 at least
+    logits          [.., v], this rank's share of the V columns (torch.chunk's rule), any float dtype; computed in float32 or wider
     target          [..] int64, ids of the whole vocabulary; `ignore_index` counts 0
     label_smoothing as torch's: that share of the target is spread over all V
     z_loss          adds z_loss * lse^2 per token (0 for ignored ones), which keeps the normaliser near 1
@@ -82,7 +90,9 @@ def vocab_parallel_cross_entropy(
             f"{sizes[ctx.tp.rank]}] with targets [..], got {list(logits.shape)} and {list(target.shape)}"
         )
     if reduction not in ("none", "sum"):
-        raise Unsupported(f"reduction={reduction!r} must be none or sum; for the mean over all counted tokens use tpattn.token_mean")
+        raise Unsupported(
+            f"reduction={reduction!r} must be none or sum; for the mean over all counted tokens use tpattn.token_mean"
+        )
     if not 0.0 <= label_smoothing <= 1.0 or z_loss < 0.0:
         raise Unsupported(f"label_smoothing={label_smoothing} must lie in [0, 1] and z_loss={z_loss} must be at least 0")
     if token_weight is not None and token_weight.shape != target.shape:
@@ -90,7 +100,9 @@ def vocab_parallel_cross_entropy(
     counted = target != ignore_index
     if target.numel() and bool((counted & ((target < 0) | (target >= vocab_size))).any()):
         bad = target[counted & ((target < 0) | (target >= vocab_size))][0]
-        raise Unsupported(f"target {int(bad)} lies outside the vocabulary of {vocab_size} (and is not ignore_index={ignore_index})")
+        raise Unsupported(
+            f"target {int(bad)} lies outside the vocabulary of {vocab_size} (and is not ignore_index={ignore_index})"
+        )
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     weight = counted.to(wide) if token_weight is None else counted * token_weight.detach().to(wide)
     rows = logits.reshape(-1, logits.shape[-1])

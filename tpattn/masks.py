@@ -95,7 +95,7 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Mask:
 
     Positions behind the last document belong to none: they read nothing and nobody reads them.
     """
-    rows = [list(lengths)] if not lengths or isinstance(lengths[0], int) else [list(r) for r in lengths]  # type: ignore[arg-type]
+    rows: Any = [lengths] if not lengths or isinstance(lengths[0], int) else lengths
     for row in rows:
         for length in row:
             if not isinstance(length, int) or isinstance(length, bool) or length < 0:
@@ -168,7 +168,9 @@ class _Documents(Mask):
 
     def check(self, B: int, H: int, t: int, S: int) -> None:
         if len(self.lengths) not in (1, B):
-            raise Unsupported(f"masks.documents: {len(self.lengths)} lists of lengths for a batch of {B}; give one, or one for each")
+            raise Unsupported(
+                f"masks.documents: {len(self.lengths)} lists of lengths for a batch of {B}; give one, or one for each"
+            )
         for row in self.lengths:
             if sum(row) > S:
                 raise Unsupported(f"masks.documents: lengths sum to {sum(row)} but there are only {S} keys")
@@ -224,8 +226,8 @@ class _Dense(Mask):
         b, h, rows, columns = self.allowed.shape
         if (rows, columns) != (t, S) or b not in (1, B) or h not in (1, H):
             raise Unsupported(
-                f"masks.dense is {[b, h, rows, columns]}, needs [t, S], [B, 1, t, S] or [B, H, t, S] with B={B}, H={H}, t={t} local "
-                f"rows (cut them with ctx.cp.shard(mask, layout, dim=-2)) and all S={S} key columns"
+                f"masks.dense is {[b, h, rows, columns]}, needs [t, S], [B, 1, t, S] or [B, H, t, S] with B={B}, H={H}, t={t} "
+                f"local rows (cut them with ctx.cp.shard(mask, layout, dim=-2)) and all S={S} key columns"
             )
 
     def structure(self) -> Mask:

@@ -89,7 +89,9 @@ class ParallelContext:
         self.on_close: list[Callable[[], object]] = []  # what other rooms must undo when this context ends
         self._owns_default, self._groups = owns_default, []
         if mesh is None:
-            self.dp, self.cp, self.tp, self.dp_cp, self.world = (Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world"))
+            self.dp, self.cp, self.tp, self.dp_cp, self.world = (
+                Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world")
+            )
             return
         ranks = mesh.mesh
         me = [int(i) for i in (ranks == dist.get_rank()).nonzero()[0]]
@@ -226,7 +228,9 @@ class ParallelContext:
         for label, marks in rows:
             picture.append(label.ljust(left) + " |" + "|".join(m.center(width + 2) for m in marks) + "|")
             picture.append(line)
-        return "\n".join(picture) + f"\n* this rank. tp: {list(self.tp.ranks)}  cp: {list(self.cp.ranks)}  dp: {list(self.dp.ranks)}"
+        return (
+            "\n".join(picture) + f"\n* this rank. tp: {list(self.tp.ranks)}  cp: {list(self.cp.ranks)}  dp: {list(self.dp.ranks)}"
+        )
 
     def __repr__(self) -> str:
         return f"ParallelContext(dp={self.dp.size}, cp={self.cp.size}, tp={self.tp.size}, device={self.device})"
@@ -242,7 +246,8 @@ def resolve_sizes(dp: int, cp: int, tp: int, world: int, launched: bool = True) 
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise Unsupported(
-                f"{words} for {world} processes: {name}={size!r} must be a positive integer, or -1 for what is left; {_suggest(world)}"
+                f"{words} for {world} processes: {name}={size!r} must be a positive integer, or -1 for what is left; "
+                + _suggest(world)
             )
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -261,7 +266,13 @@ def resolve_sizes(dp: int, cp: int, tp: int, world: int, launched: bool = True) 
 
 
 def _suggest(world: int) -> str:
-    fits = [(world // c // t, c, t) for t in range(1, world + 1) if world % t == 0 for c in range(1, world // t + 1) if world // t % c == 0]
+    fits = [
+        (world // c // t, c, t)
+        for t in range(1, world + 1)
+        if world % t == 0
+        for c in range(1, world // t + 1)
+        if world // t % c == 0
+    ]
     fits = sorted(fits, key=lambda s: (max(s), s))[:4]
     return "sizes that work: " + ", ".join(f"dp={d} cp={c} tp={t}" for d, c, t in fits)
 

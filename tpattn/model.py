@@ -23,8 +23,8 @@ class Transformer(nn.Module):
     hidden ... norm     as in `TransformerBlock`
     num_layers          number of blocks
     tied                the head uses the embedding's weight
-    seed                of the initial values, by (seed, full name, global index): the same model on any mesh; None = one draw from
-                        torch's CPU generator, which must agree on all ranks
+    seed                of the initial values, by (seed, full name, global index): the same model on any mesh; None = one draw
+                        from torch's CPU generator, which must agree on all ranks
     dropout             of the embedding and of the residual branches, while training; forward then needs a key
     dtype               of the parameters; compute_dtype that of the computation (None = the same)
     sequence_parallel   tokens are divided over tp between the linear layers

@@ -22,7 +22,13 @@ class RMSNorm(ShardedModule):
     """
 
     def __init__(
-        self, hidden: int, eps: float = 1e-6, *, ctx: ParallelContext, sequence_parallel: bool = False, dtype: torch.dtype | None = None
+        self,
+        hidden: int,
+        eps: float = 1e-6,
+        *,
+        ctx: ParallelContext,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(ctx, dtype)
         self.hidden, self.eps = hidden, eps

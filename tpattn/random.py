@@ -91,7 +91,9 @@ def dropout(x: Tensor, p: float, key: RandomKey | None, *, positions: Tensor, ch
     if p == 0.0:
         return x
     if key is None:
-        raise ValueError(f"dropout p={p} needs key=RandomKey(seed, step, first_sequence): without one, ranks would draw differently")
+        raise ValueError(
+            f"dropout p={p} needs key=RandomKey(seed, step, first_sequence): without one, ranks would draw differently"
+        )
     device = x.device
     sequence = torch.arange(x.shape[0], device=device) + key.first_sequence
     channels = torch.arange(x.shape[-1], device=device) if channels is None else channels.to(device)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def rotary_angles(
+    positions: Tensor, head_dim: int, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles of tokens at global `positions` [t]: two tensors [t, D / 2].
 
     The angles are computed in float64: position 1e6 times a frequency has no correct digit left in bfloat16.

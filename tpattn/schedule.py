@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Schedule:
         self.k_positions = [spec.kv_layout.positions(s).sort().values for s in range(self.n)]
         self.coordinates = [spec.grid.coordinates(c) for c in range(self.n)]
         self._heads = _bounds(split_sizes(spec.num_heads, spec.grid.ulysses))
-        self._cache: dict[tuple[object, ...], object] = {}
+        self._cache: dict[tuple[object, ...], Any] = {}
 
     # ---- heads ----------------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,9 @@ class Schedule:
                 stop = whole
             else:
                 stop = min(heads.stop, h - h % ratio + ratio)
-            groups.append((slice(h - heads.start, stop - heads.start), slice(h // ratio - first_kv, (stop - 1) // ratio + 1 - first_kv)))
+            groups.append(
+                (slice(h - heads.start, stop - heads.start), slice(h // ratio - first_kv, (stop - 1) // ratio + 1 - first_kv))
+            )
             h = stop
         return groups
 
@@ -98,7 +101,11 @@ class Schedule:
 
     def _intervals(self, s: int) -> tuple[Tensor, Tensor]:
         """lo, hi [parts, i, t] of rank s's rows."""
-        return self._once(("intervals", s), lambda: tuple(x.contiguous() for x in self.spec.mask.intervals(self.q_positions[s], self.spec.kv_layout.T)))
+
+        def find() -> tuple[Tensor, ...]:
+            return tuple(x.contiguous() for x in self.spec.mask.intervals(self.q_positions[s], self.spec.kv_layout.T))
+
+        return self._once(("intervals", s), find)
 
     @cached_property
     def parts(self) -> int:
@@ -124,7 +131,7 @@ class Schedule:
 
         return self._once(("needed", part, r), find)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], object]) -> object:  # type: ignore[misc]
+    def _once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
@@ -133,7 +140,7 @@ class Schedule:
 
     def rows(self, part: int, c: int, s: int) -> Ranges:
         """Ranges of rank s's rows that rank c computes (for its heads and keys); empty ones do not travel."""
-        return self._once(("rows", part, c, s), lambda: self._find_rows(part, c, s))  # type: ignore[return-value]
+        return self._once(("rows", part, c, s), lambda: self._find_rows(part, c, s))
 
     def _find_rows(self, part: int, c: int, s: int) -> Ranges:
         if self.coordinates[c][1] != self.coordinates[s][1] or not self.num_heads(c):
@@ -142,11 +149,12 @@ class Schedule:
         columns = self.columns(c)
         some = (torch.searchsorted(columns, hi) > torch.searchsorted(columns, lo)).any(dim=0)
         edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff()
-        return tuple(zip(torch.nonzero(edges == 1).flatten().tolist(), torch.nonzero(edges == -1).flatten().tolist(), strict=True))
+        starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
+        return tuple(zip(starts, stops, strict=True))
 
     def keys(self, part: int, c: int, s: int) -> Ranges:
         """Ranges of rank s's keys that rank c reads."""
-        return self._once(("keys", part, c, s), lambda: self._find_keys(part, c, s))  # type: ignore[return-value]
+        return self._once(("keys", part, c, s), lambda: self._find_keys(part, c, s))
 
     def _find_keys(self, part: int, c: int, s: int) -> Ranges:
         if self.coordinates[c][2] != self.coordinates[s][2] or not self.num_heads(c):
@@ -187,7 +195,7 @@ class Schedule:
 
         Rows and keys are numbered as rank c holds them: all local ones of its own, the ranges that travel of others.
         """
-        return self._once(("tiles", part, c, a, b), lambda: self._find_tiles(part, c, a, b))  # type: ignore[return-value]
+        return self._once(("tiles", part, c, a, b), lambda: self._find_tiles(part, c, a, b))
 
     def _held(self, ranges: Ranges, own: bool, positions: Tensor) -> Tensor:
         if own:
@@ -391,7 +399,14 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def choose_grid(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, num_heads: int, num_kv_heads: int, D: int, Dv: int, itemsize: int
+    q_layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    mask: Mask,
+    num_heads: int,
+    num_kv_heads: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
 ) -> AttentionGrid:
     """The grid that sends least among those within 5 % of the best balance of work; fewer messages decide a tie.
 

@@ -23,6 +23,7 @@ from tpattn.mesh import ParallelContext
 from tpattn.schedule import Ranges, Schedule, Spec, count, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
+Sums = dict[tuple[Any, ...], Tensor]
 
 
 def sequence_attention(
@@ -63,8 +64,8 @@ def sequence_attention(
         raise Unsupported(f"transport={transport!r} is not supported; there are auto and exchange")
     if mask is not None and not isinstance(mask, Mask):
         raise Unsupported(
-            f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = allowed), "
-            "key padding masks.padding(valid); additive masks are not supported"
+            f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
+            "allowed), key padding masks.padding(valid); additive masks are not supported"
         )
     backend = choose(kernel, q.device, q.dtype)
     axis, mask = ctx.cp, full() if mask is None else mask
@@ -100,13 +101,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dim() != 4:
             raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {list(x.shape)}")
         if x.dtype != q.dtype or x.device != q.device:
-            raise Unsupported(f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}")
+            raise Unsupported(
+                f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}"
+            )
     B, _, H, D = q.shape
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
         raise Unsupported(f"needs q [B, t, H, D], k [B, s, K, D], v [B, s, K, Dv], got {shapes}")
     if 0 in (B, H, D, k.shape[2], v.shape[3]) or H % k.shape[2]:
-        raise Unsupported(f"the number of key heads must divide the number of query heads, and no size but tokens may be 0; got {shapes}")
+        raise Unsupported(
+            f"the number of key heads must divide the number of query heads, and no size but tokens may be 0; got {shapes}"
+        )
 
 
 def _layouts(
@@ -127,8 +132,9 @@ def _layouts(
         if x.shape[1] != need:
             whole = f"; {x.shape[1]} is the whole sequence" if x.shape[1] == wanted.T else ""
             raise Unsupported(
-                f"{name} has {x.shape[1]} tokens, but {which} {wanted!r} gives rank {axis.rank} of cp {need} of {wanted.T}{whole}; "
-                f"cut it with ctx.cp.shard({name}, layout, dim=1)" + ("" if name == "q" else ", or pass kv_layout= of its own")
+                f"{name} has {x.shape[1]} tokens, but {which} {wanted!r} gives rank {axis.rank} of cp {need} of {wanted.T}"
+                f"{whole}; cut it with ctx.cp.shard({name}, layout, dim=1)"
+                + ("" if name == "q" else ", or pass kv_layout= of its own")
             )
     return layout, kv_layout
 
@@ -284,12 +290,12 @@ class _SequenceAttention(torch.autograd.Function):
         def compute(a: int, b: int) -> None:
             for part, _ in run.parts(q.shape[0]):
                 if tiles := plan.tiles(part, me, a, b):
-                    table = run.table_at(rows[part, a], part, b)
-                    attend(sums[part, a], rows[part, a][0], *keys[part, b], tiles, groups, run.scale, run.backend, table)
+                    (k_b, v_b), table = keys[part, b], run.table_at(rows[part, a], part, b)
+                    attend(sums[part, a], rows[part, a][0], k_b, v_b, tiles, groups, run.scale, run.backend, table)
 
         def accumulate(blocks: Blocks) -> None:
             for key, (block, *_) in blocks.items():
-                sums[key] = Accumulator(*block.shape[:3], v.shape[3], block)
+                sums[key] = Accumulator(block.shape[:3], v.shape[3], block)
 
         accumulate(rows)
         compute(me, me)
@@ -334,9 +340,10 @@ class _SequenceAttention(torch.autograd.Function):
             for part, _ in run.parts(q.shape[0]):
                 if tiles := plan.tiles(part, me, a, b):
                     into = Gradients(dq[part, a], *dkv[part, b])
-                    table = run.table_at(rows[part, a], part, b)
-                    row = rows[part, a][0], *keys[part, b], *upstream[part, a]
-                    attend_backward(into, *row, tiles, groups, run.scale, run.backend, table)
+                    (k_b, v_b), table = keys[part, b], run.table_at(rows[part, a], part, b)
+                    g_a, out_a, lse_a = upstream[part, a]
+                    q_a = rows[part, a][0]
+                    attend_backward(into, q_a, k_b, v_b, g_a, out_a, lse_a, tiles, groups, run.scale, run.backend, table)
 
         for b in run.others:  # own rows need nothing that still travels
             compute(me, b)
@@ -374,9 +381,11 @@ def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor) -
                 shape = seqs.stop - seqs.start, plan.num_heads(s), n
                 mail.expect(s, (part, s), ((*shape, Dv), travels), *([(shape, wide)] if with_lse else []))
     got = mail.start(plan.rows_travel)()
-    whole = Accumulator(*q.shape[:3], Dv, q)
+    whole = Accumulator(q.shape[:3], Dv, q)
     for part, seqs in run.parts(q.shape[0]):
         for c in range(run.axis.size):  # ranks ascend with their merge coordinate
+            pieces: list[Tensor]
+            ranges: Ranges
             if c == me:
                 pieces, ranges = [sums[part, me].out, sums[part, me].lse], ((0, q.shape[2]),)
             elif (part, c) in got:
@@ -397,7 +406,7 @@ def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor) -
 def _send_upstream(run: _Run, g: Tensor, out: Tensor, lse: Tensor) -> Callable[[], Blocks]:
     """Start sending the upstream gradient of rows to the ranks that computed them; wait() gives [dO] or [dO, lse, delta].
 
-    When outputs merged, the computing rank lacks the row's lse and delta = rowsum(dO * out): two numbers per row and head go along.
+    When outputs merged, the computing rank lacks the row's lse and delta = rowsum(dO * out): two numbers per row and head.
     """
     plan, me, mail = run.plan, run.me, _Mail(run.axis, "backward")
     numbers = [lse, (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)] if run.merges else []
@@ -411,8 +420,8 @@ def _send_upstream(run: _Run, g: Tensor, out: Tensor, lse: Tensor) -> Callable[[
     return mail.start(plan.rows_travel)
 
 
-def _send_gradients(run: _Run, dq: Blocks | Any, dkv: Blocks, q: Tensor, k: Tensor) -> Callable[[], Blocks]:
-    """Start sending the gradients of others' rows and keys home: float32 where several ranks add to one, else the input's dtype."""
+def _send_gradients(run: _Run, dq: Sums, dkv: Blocks, q: Tensor, k: Tensor) -> Callable[[], Blocks]:
+    """Start sending gradients of others' rows and keys home: float32 where several ranks add to one, else q's dtype."""
     plan, me, mail = run.plan, run.me, _Mail(run.axis, "backward")
     wide = dq[0, me].dtype
     q_dtype, kv_dtype = (wide if several else q.dtype for several in (plan.several_dq, plan.several_dkv))
@@ -432,7 +441,7 @@ def _send_gradients(run: _Run, dq: Blocks | Any, dkv: Blocks, q: Tensor, k: Tens
 
 
 def _sum_gradients(
-    run: _Run, got: Blocks, dq: Blocks | Any, dkv: Blocks, q: Tensor, k: Tensor, v: Tensor
+    run: _Run, got: Blocks, dq: Sums, dkv: Blocks, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's own tokens: its own part and what came home, added in rank order."""
     plan, me = run.plan, run.me

@@ -53,10 +53,20 @@ class ParallelSelfAttention(torch.nn.Module):
             grid.resolve(ctx.cp.size)
         with deferred_init():
             self.qkv = QKVParallelLinear(
-                hidden, num_heads, num_kv_heads, head_dim, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                hidden,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                ctx=ctx,
+                bias=bias,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                init=init,
             )
             heads = num_heads, self.qkv.head_dim
-            self.out = RowParallelLinear(heads, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init)
+            self.out = RowParallelLinear(
+                heads, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+            )
         if rope_base is not None and self.qkv.head_dim % 2:
             raise Unsupported(f"rotary embedding turns pairs: head_dim={self.qkv.head_dim} must be even, or rope_base=None")
         finish_init(self, ctx)
