@@ -74,7 +74,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross entropy of logits whose last dimension is divided over tp; the same on every tp rank.
 
-    logits          [.., v], this rank's share of the V columns (torch.chunk's rule), any float dtype; computed in float32 or wider
+    logits          [.., v], this rank's share of the V columns (torch.chunk's rule), any float; computed in float32 or wider
     target          [..] int64, ids of the whole vocabulary; `ignore_index` counts 0
     label_smoothing as torch's: that share of the target is spread over all V
     z_loss          adds z_loss * lse^2 per token (0 for ignored ones), which keeps the normaliser near 1

@@ -1,8 +1,8 @@
 """Parameters that are divided over tp: their placement, their initial values, and whole <-> share.
 
 With tp > 1 a parameter is a DTensor on the tp mesh, `Shard(dim)` or `Replicate()`; with tp = 1 it is plain. Initial values are
-those of the undivided model, from (seed, full name, global index). What a layer knows of its parameters stands in its `specs`, not on
-the tensors, where deepcopy would lose it.
+those of the undivided model, from (seed, full name, global index). What a layer knows of its parameters stands in its `specs`,
+not on the tensors, where deepcopy would lose it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class ShardedModule(nn.Module):
             if sizes[-1] == 0:
                 fits = [n for n in range(1, tp.size + 1) if chunk_sizes(shape[dim], n)[-1]]
                 raise Unsupported(
-                    f"{type(self).__name__}: {name} has {shape[dim]} rows to divide over tp={tp.size}, which gives {sizes}: a rank "
-                    f"would hold none; tp could be {', '.join(map(str, fits))}, or the size at least {_least(tp.size, shape[dim])}"
+                    f"{type(self).__name__}: {name} has {shape[dim]} rows to divide over tp={tp.size}, which gives {sizes}: a "
+                    f"rank would hold none; tp could be {', '.join(map(str, fits))}, or the size {_least(tp.size, shape[dim])}"
                 )
             local[dim] = sizes[tp.rank]
         meta = torch.get_default_device().type == "meta"
@@ -185,8 +185,8 @@ def require_finished(parameters: Iterable[Tensor], what: str) -> None:
         state = gradient_state(p)
         if state is not None and state.raw and p.grad is not None:
             raise TpattnError(
-                f"{what}: a gradient of shape {list(p.shape)} is still this rank's part; call tpattn.finish_gradients(model) after "
-                "the last backward of the step"
+                f"{what}: a gradient of shape {list(p.shape)} is still this rank's part; call tpattn.finish_gradients(model) "
+                "after the last backward of the step"
             )
 
 
@@ -250,7 +250,8 @@ def finish_init(module: nn.Module, ctx: ParallelContext, seed: int | None = None
             if len(set(seeds)) > 1:
                 raise CollectiveMismatch(
                     f"{type(module).__name__}: ranks drew different initial seeds "
-                    f"{dict(zip(ctx.world.ranks, seeds, strict=True))}; call torch.manual_seed with the same number on all ranks before building layers, or pass seed="
+                    f"{dict(zip(ctx.world.ranks, seeds, strict=True))}; call torch.manual_seed with the same number on all ranks "
+                    "before building layers, or pass seed="
                 )
     for name, owner, key, spec in sharded_parameters(module):
         share = to_local(owner.get_parameter(key).detach())
