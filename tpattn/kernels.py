@@ -178,7 +178,8 @@ class CpuFlash(Backend):
     """torch's flash attention for CPU, the op behind scaled_dot_product_attention, which also hands out the lse.
 
     Guards (torch 2.13): empty tensors kill the process, so they never get here; a fully masked row reports lse 0.0; masks are
-    additive in q's dtype; Dv must equal D, so the narrower side is padded with zeros, which change neither scores nor outputs.
+    additive in q's dtype; Dv must equal D, so the narrower side is padded with zeros, which change neither scores nor outputs;
+    a last dimension that is not contiguous is read as if it were (numbers from other memory), so such a tensor is copied.
     """
 
     name = "cpu_flash"
@@ -199,7 +200,7 @@ class CpuFlash(Backend):
             q, k = pad(q, (0, Dv - D)), pad(k, (0, Dv - D))
         elif Dv < D:
             v, *like_v = (pad(x, (0, D - Dv)) for x in (v, *like_v))  # type: ignore[assignment]
-        return [q, k, v, *like_v]
+        return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *like_v)]
 
     @staticmethod
     def _additive(mask: Tensor | str | None, dtype: torch.dtype) -> Tensor | None:
