@@ -1,4 +1,10 @@
-"""tpattn: transformer attention sharded in two ways at once, weights over `tp` and tokens over `cp`."""
+"""tpattn: transformer attention sharded in two ways at once, weights over `tp` and tokens over `cp`.
+
+`build` is loaded when it is first used, since it brings Hydra.
+"""
+
+import importlib
+from typing import Any
 
 from tpattn import masks
 from tpattn.attention import sequence_attention
@@ -18,6 +24,15 @@ from tpattn.params import load_whole_state_dict, param_groups, whole_state_dict
 from tpattn.random import RandomKey, dropout
 
 __version__ = "0.1.0"
+
+_LAZY = {"build": "tpattn.config"}  # name -> module it is loaded from at first use
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tpattn' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
 
 __all__ = [
     "AttentionGrid",
@@ -40,6 +55,7 @@ __all__ = [
     "TransformerBlock",
     "Unsupported",
     "VocabParallelEmbedding",
+    "build",
     "clip_grad_norm_",
     "column_linear",
     "dropout",
