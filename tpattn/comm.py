@@ -216,18 +216,8 @@ def exchange(
         wait_all()
         nonlocal outbox
         del outbox  # the bytes are away: their memory is free while the caller goes on
-        got, place = [], 0
-        for pieces in receive:
-            here = []
-            for shape, dtype in pieces:
-                size = _bytes(shape, dtype)
-                raw = inbox[place : place + size]
-                if (place % dtype.itemsize) != 0:
-                    raw = raw.clone()  # a view in another dtype must be aligned
-                here.append(raw.view(dtype).view(list(shape)))
-                place += size
-            got.append(here)
-        return got
+        got = iter(_unpack(inbox, [piece for pieces in receive for piece in pieces]))
+        return [[next(got) for _ in pieces] for pieces in receive]
 
     return wait
 
@@ -245,6 +235,19 @@ def _pack(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
             raw.copy_(x.contiguous().view(-1).view(torch.uint8))
         place += count
     return box
+
+
+def _unpack(box: Tensor, pieces: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Views of the tensors whose bytes lie end to end in a box; copies where a view would not be aligned."""
+    got, place = [], 0
+    for shape, dtype in pieces:
+        size = _bytes(shape, dtype)
+        raw = box[place : place + size]
+        if place % dtype.itemsize:
+            raw = raw.clone()
+        got.append(raw.view(dtype).view(list(shape)))
+        place += size
+    return got
 
 
 def start_gather(
@@ -357,28 +360,51 @@ def is_fake(group: Group) -> bool:
     return group.group is not None and dist.get_backend(group.group) == "fake"
 
 
-def start_shift(x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward") -> Callable[[], Tensor]:
-    """Start sending x to rank + by; wait() gives the tensor of rank - by, whose shape is `shape`. Sends and receives go out
-    together, so no order of blocking sends can lock up, whatever the message size."""
+def start_pass(
+    send: Sequence[Tensor],
+    to: int,
+    receive: Sequence[tuple[Sequence[int], torch.dtype]],
+    source: int,
+    group: Group,
+    *,
+    direction: str = "forward",
+    operation: str = "pass",
+) -> Callable[[], list[Tensor]]:
+    """Start one point-to-point message to rank `to` and one from rank `source`; wait() gives the tensors received.
+
+    Both go out together, so no order of blocking sends can lock up, whatever their size. An empty side is not called: the two
+    ends know it alike. Between two ranks messages arrive in the order they were sent, so both must start theirs in one order.
+    """
+    out_bytes = sum(x.numel() * x.element_size() for x in send)
+    in_bytes = sum(_bytes(*piece) for piece in receive)
+    if not out_bytes + in_bytes:
+        return lambda: [torch.empty(list(shape), dtype=dtype, device=group.device) for shape, dtype in receive]
+    device = next((x.device for x in send), group.device)
+    outbox, inbox = _pack(send, out_bytes, device), torch.empty(in_bytes, dtype=torch.uint8, device=device)
+
+    def start() -> Any:
+        operations = [dist.P2POp(dist.isend, outbox, group.ranks[to], group.group)] if out_bytes else []
+        operations += [dist.P2POp(dist.irecv, inbox, group.ranks[source], group.group)] if in_bytes else []
+        return dist.batch_isend_irecv(operations)
+
+    wait_all = _call(operation, group, direction, in_bytes, start)
+
+    def wait() -> list[Tensor]:
+        wait_all()
+        return _unpack(inbox, receive)
+
+    return wait
+
+
+def start_shift(
+    x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward"
+) -> Callable[[], Tensor]:
+    """Start sending x to rank + by; wait() gives the tensor of rank - by, whose shape is `shape`."""
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
     if to == group.rank:
         return lambda: x
-    own, got = x.contiguous(), torch.empty(list(shape), dtype=x.dtype, device=x.device)
-
-    def start() -> Any:
-        operations = [
-            dist.P2POp(dist.isend, own, group.ranks[to], group.group),
-            dist.P2POp(dist.irecv, got, group.ranks[source], group.group),
-        ]
-        return dist.batch_isend_irecv(operations)
-
-    wait_all = _call("shift", group, direction, got.numel() * got.element_size(), start)
-
-    def wait() -> Tensor:
-        wait_all()
-        return got
-
-    return wait
+    wait = start_pass([x], to, [(shape, x.dtype)], source, group, direction=direction, operation="shift")
+    return lambda: wait()[0]
 
 
 # ---- pairs: a collective and its gradient ----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ class Spec:
     grid: AttentionGrid
     num_heads: int
     num_kv_heads: int
+    transport: str = "exchange"
 
 
 @lru_cache(maxsize=128)
@@ -163,10 +164,60 @@ class Schedule:
         starts, stops = torch.searchsorted(self.k_positions[s], starts), torch.searchsorted(self.k_positions[s], stops)
         return tuple(zip(*(x.tolist() for x in _union(starts, stops)), strict=True))
 
+    # ---- how keys come ----------------------------------------------------------------------------------------------------
+
+    @property
+    def rotates(self) -> bool:
+        """Whether key blocks pass around the ring instead of coming in the exchange."""
+        return self.spec.transport == "rotate" and self.spec.grid.ring > 1
+
+    def hops(self, c: int, s: int, direction: int | None = None) -> int:
+        """Steps around the ring after which rank s's keys reach rank c; 0 = they come in the exchange."""
+        if not self.rotates:
+            return 0
+        direction = self.direction if direction is None else direction
+        return (self.coordinates[c][1] - self.coordinates[s][1]) * direction % self.spec.grid.ring
+
+    def neighbour(self, c: int, by: int) -> int:
+        """The rank `by` steps further around rank c's ring, in the direction of travel."""
+        u, r, m = self.coordinates[c]
+        grid = self.spec.grid
+        return u + grid.ulysses * ((r + by * self.direction) % grid.ring + grid.ring * m)
+
+    def sources(self, c: int, hops: int) -> list[int]:
+        """The other ranks whose keys reach rank c after so many steps, ascending."""
+        same = self._members(2, self.coordinates[c][2])
+        return [s for s in same if s != c and self.hops(c, s) == hops]
+
+    @cached_property
+    def direction(self) -> int:
+        """+1 or -1: the way around the ring in which the mask lets fewer keys travel."""
+
+        def travel(direction: int) -> int:
+            return sum(count(self._held(p, c, s, direction)) for p, c, s in self._pairs())
+
+        return 1 if travel(1) <= travel(-1) else -1
+
+    def held(self, part: int, c: int, s: int) -> Ranges:
+        """Ranges of rank s's keys that come to rank c: those it reads and, when blocks rotate, those it passes on."""
+        return self._once(("held", part, c, s), lambda: self._held(part, c, s, self.direction if self.rotates else 0))
+
+    def _held(self, part: int, c: int, s: int, direction: int) -> Ranges:
+        if not self.rotates:
+            return self.keys(part, c, s)
+        if self.coordinates[c][2] != self.coordinates[s][2] or not self.num_heads(c):
+            return ()
+        ring, mine = self.spec.grid.ring, self.coordinates[c][1]
+        visits = ring - self.hops(c, s, direction)  # rank c itself and everyone behind it
+        needed = [self._needed(part, (mine + direction * j) % ring) for j in range(visits)]
+        starts, stops = _union(torch.cat([n[0] for n in needed]), torch.cat([n[1] for n in needed]))
+        starts, stops = torch.searchsorted(self.k_positions[s], starts), torch.searchsorted(self.k_positions[s], stops)
+        return tuple(zip(*(x.tolist() for x in _union(starts, stops)), strict=True))
+
     @cached_property
     def inputs_travel(self) -> bool:
-        """Whether any rank gets rows or keys from another: if not, the exchange of inputs is not called, on any rank."""
-        return any(self.rows(p, c, s) or self.keys(p, c, s) for p, c, s in self._pairs())
+        """Whether any rank gets rows or keys in the exchange of inputs: if not, it is not called, on any rank."""
+        return any(self.rows(p, c, s) or (not self.hops(c, s) and self.held(p, c, s)) for p, c, s in self._pairs())
 
     @cached_property
     def rows_travel(self) -> bool:
@@ -197,17 +248,18 @@ class Schedule:
         """
         return self._once(("tiles", part, c, a, b), lambda: self._find_tiles(part, c, a, b))
 
-    def _held(self, ranges: Ranges, own: bool, positions: Tensor) -> Tensor:
+    @staticmethod
+    def _indices(ranges: Ranges, own: bool, positions: Tensor) -> Tensor:
         if own:
             return torch.arange(positions.numel())
         return torch.cat([torch.arange(*r) for r in ranges]) if ranges else torch.empty(0, dtype=torch.int64)
 
     def _find_tiles(self, part: int, c: int, a: int, b: int) -> list[Tile]:
-        rows, keys = self.rows(part, c, a), self.keys(part, c, b)
-        if not rows or not keys:
+        rows, keys = self.rows(part, c, a), self.held(part, c, b)
+        if not rows or not self.keys(part, c, b):
             return []
-        row_index = self._held(rows, a == c, self.q_positions[a])
-        key_positions = self.k_positions[b][self._held(keys, b == c, self.k_positions[b])]
+        row_index = self._indices(rows, a == c, self.q_positions[a])
+        key_positions = self.k_positions[b][self._indices(keys, b == c, self.k_positions[b])]
         lo, hi = (x[part][:, row_index] for x in self._intervals(a))
         tiles: list[Tile] = []
         for i in range(lo.shape[0]):
@@ -239,14 +291,21 @@ class Schedule:
             for s in range(self.n):
                 if s == c:
                     continue
-                rows_in, keys_in = count(self.rows(part, c, s)), count(self.keys(part, c, s))
-                rows_out, keys_out = count(self.rows(part, s, c)), count(self.keys(part, s, c))
+                rows_in, keys_in = count(self.rows(part, c, s)), count(self.held(part, c, s))
+                rows_out, keys_out = count(self.rows(part, s, c)), 0 if self.hops(s, c) else count(self.held(part, s, c))
                 hs, ks = self.num_heads(s), self.num_kv_heads(s)
                 sums["forward in"] += b * itemsize * (h * D * rows_in + k * (D + Dv) * keys_in)
                 sums["forward out"] += b * hs * rows_out * (Dv * (wide if merge else itemsize) + wide * (merge or lse))
                 sums["backward in"] += b * h * rows_in * (Dv * itemsize + 2 * wide * merge)
                 sums["backward out"] += b * hs * rows_out * D * (wide if self.several_dq else itemsize)
                 sums["backward out"] += b * ks * keys_out * (D + Dv) * (wide if self.several_dkv else itemsize)
+                if self.hops(c, s):  # keys come again, then the sums of those that were here before
+                    sums["backward in"] += b * itemsize * k * (D + Dv) * keys_in
+                    sums["backward out"] += b * wide * k * (D + Dv) * keys_in * (self.hops(c, s) > 1)
+            if self.rotates:  # what leaves the ring comes home once: all that the first visitor held
+                first = self.neighbour(c, 1)
+                home = sum(count(self.held(part, first, s)) for s in [*self.sources(c, 0), c])
+                sums["backward out"] += b * wide * k * (D + Dv) * home
         return sums
 
 
@@ -381,6 +440,35 @@ def _union(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.ones_like(begins)
     ends[:-1] = begins[1:]
     return lo[begins], hi[ends]
+
+
+def inside(outer: Ranges | None, inner: Ranges) -> Ranges:
+    """`inner` numbered as the rows of `outer` lie end to end; every inner row lies in an outer range. None = all rows."""
+    if outer is None:
+        return inner
+    found, place, edges = [], 0, iter(inner)
+    current = next(edges, None)
+    for start, stop in outer:
+        while current is not None and current[1] <= stop and current[0] >= start:
+            found.append((current[0] - start + place, current[1] - start + place))
+            current = next(edges, None)
+        place += stop - start
+    assert current is None, "an inner range lies outside"
+    return tuple(found)
+
+
+def minus(outer: Ranges, inner: Ranges) -> Ranges:
+    """The rows of `outer` that are not in `inner`; both ascending, every inner range inside an outer one."""
+    left = []
+    for start, stop in outer:
+        for a, b in inner:
+            if start <= a and b <= stop:
+                if a > start:
+                    left.append((start, a))
+                start = b
+        if stop > start:
+            left.append((start, stop))
+    return tuple(left)
 
 
 def count(ranges: Ranges) -> int:

@@ -20,7 +20,7 @@ from tpattn.kernels import Accumulator, Backend, Gradients, attend, attend_backw
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.mesh import ParallelContext
-from tpattn.schedule import Ranges, Schedule, Spec, count, resolve_grid, schedule
+from tpattn.schedule import Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
 Sums = dict[tuple[Any, ...], Tensor]
@@ -50,7 +50,8 @@ def sequence_attention(
     layout      which positions each rank holds; None = contiguous, the lengths agreed by one small all-gather
     kv_layout   the same for the keys; None = `layout`
     grid        how cp is factorised; "auto" keeps the work even, then sends least
-    transport   exchange (one exact-size all-to-all); "auto" is that
+    transport   exchange: keys come in one exact-size all-to-all, all at once; rotate: they pass around the ring in steps, each
+                overlapped with the work on the one before, two blocks held at a time. "auto" is exchange
     scale       multiplies q @ k; None = D ** -0.5
     kernel      auto, or a name of `tpattn.kernels.available()`
     remat       keys and rows of others are fetched again in backward instead of kept
@@ -60,8 +61,8 @@ def sequence_attention(
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
     _check_tensors(q, k, v)
-    if transport not in ("auto", "exchange"):
-        raise Unsupported(f"transport={transport!r} is not supported; there are auto and exchange")
+    if transport not in ("auto", "exchange", "rotate"):
+        raise Unsupported(f"transport={transport!r} is not known; there are auto, exchange and rotate")
     if mask is not None and not isinstance(mask, Mask):
         raise Unsupported(
             f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
@@ -75,7 +76,8 @@ def sequence_attention(
     K, Dv = k.shape[2], v.shape[3]
     mask.check(B, H, t, kv_layout.T)
     found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size())
-    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K))
+    way = "rotate" if transport == "rotate" else "exchange"
+    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way))
     q_order, k_order = _ascending(q_layout, axis.rank), _ascending(kv_layout, axis.rank)
     if q_order is not None:
         q = q.index_select(1, q_order)
@@ -194,7 +196,7 @@ class _Run:
             return None
         positions = self.plan.k_positions[b]
         if b != self.me:
-            positions = torch.cat([positions[slice(*r)] for r in self.plan.keys(part, self.me, b)])
+            positions = torch.cat([positions[slice(*r)] for r in self.plan.held(part, self.me, b)])
         return rows[1][..., torch.searchsorted(self.plan.columns(self.me), positions).to(rows[1].device)]
 
 
@@ -250,12 +252,12 @@ def _fetch(run: _Run, q: Tensor, k: Tensor, v: Tensor, direction: str) -> Callab
         for c in run.others:
             if rows := plan.rows(part, c, me):
                 mail.post(c, _take(q[seqs, plan.heads(c)], rows), *(_take(x, rows) for x in run.own_table(seqs, c)))
-            if keys := plan.keys(part, c, me):
+            if (keys := plan.held(part, c, me)) and not plan.hops(c, me):
                 mail.post(c, *(_take(x[seqs, plan.kv_heads(c)], keys) for x in (k, v)))
             if n := count(plan.rows(part, me, c)):
                 tables = [((*x.shape[:2], n, x.shape[3]), x.dtype) for x in run.own_table(seqs, me)]
                 mail.expect(c, ("rows", part, c), ((b, h, n, q.shape[3]), q.dtype), *tables)
-            if n := count(plan.keys(part, me, c)):
+            if (n := count(plan.held(part, me, c))) and not plan.hops(me, c):
                 mail.expect(c, ("keys", part, c), *(((b, h_kv, n, x.shape[3]), x.dtype) for x in (k, v)))
     wait = mail.start(plan.inputs_travel)
 
@@ -274,6 +276,115 @@ def _own_blocks(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Blocks, Blo
     rows = {(part, me): [q[seqs, plan.heads(me)], *run.own_table(seqs, me)] for part, seqs in parts}
     keys = {(part, me): [k[seqs, plan.kv_heads(me)], v[seqs, plan.kv_heads(me)]] for part, seqs in parts}
     return rows, keys
+
+
+class _Ring:
+    """The key blocks that pass around the ring, and in backward the sums of their gradients behind them.
+
+    After `hops` steps the blocks of the ranks `plan.sources(me, hops)` are here. The next step's messages are started before this
+    one's work, so at most two blocks are held. A gradient starts at the first rank that a block visits, follows the block from
+    visitor to visitor, and its rows go home from the last visitor that reads them. Between any two ranks all messages start in
+    the same order at both ends: keys 1, keys 2, sums 1, keys 3, sums 2, ..., home.
+    """
+
+    def __init__(self, run: _Run, keys: Blocks, direction: str) -> None:
+        self.run, self.direction, self.keys = run, direction, keys
+        plan = run.plan
+        self.steps = range(1, plan.spec.grid.ring) if plan.rotates else range(0)
+        self.next, self.before = (plan.neighbour(run.me, by) for by in (1, -1))
+        self.like = keys[0, run.me]
+        B = sum(block[0].shape[0] for (_, s), block in keys.items() if s == run.me)
+        self.parts = [(part, seqs.stop - seqs.start) for part, seqs in run.parts(B)]
+        self.wide = torch.float64 if self.like[0].dtype == torch.float64 else torch.float32
+        self.waits: dict[object, Callable[[], Blocks]] = {}
+        if self.steps:
+            self._send_keys(1)
+
+    def _here(self, part: int, s: int) -> Ranges | None:
+        """The ranges of rank s's keys as they lie here; None = all, they are this rank's own."""
+        return None if s == self.run.me else self.run.plan.held(part, self.run.me, s)
+
+    def _blocks(self, hops: int) -> list[tuple[int, int]]:
+        """(part, rank) of the blocks that are here after so many steps; 0: those that this rank sends off."""
+        own = [self.run.me] if hops == 0 else []
+        return [(part, s) for part, _ in self.parts for s in sorted([*own, *self.run.plan.sources(self.run.me, hops)])]
+
+    def _start(self, key: object, to: int, send: list[Tensor], source: int, expect: list[tuple[Any, Ranges]], dtype: torch.dtype) -> None:
+        """One message each way; `expect`: (key, ranges) of the pairs (k, v) or (dk, dv) that arrive."""
+        b, shapes = dict(self.parts), []
+        for (part, *_), ranges in expect:
+            shapes += [((b[part], self.like[0].shape[1], count(ranges), x.shape[3]), dtype) for x in self.like]
+        wait = comm.start_pass(send, to, shapes, source, self.run.axis, direction=self.direction, operation="rotate")
+
+        def arrived() -> Blocks:
+            got = iter(wait())
+            return {key: [next(got), next(got)] for key, _ in expect}
+
+        self.waits[key] = arrived
+
+    def _send_keys(self, hops: int) -> None:
+        """Start the messages after which the blocks of step `hops` are here: they come from the rank before, on step earlier."""
+        plan, me, send = self.run.plan, self.run.me, []
+        for part, s in self._blocks(hops - 1):
+            if ranges := plan.held(part, self.next, s):
+                send += [_take(x, inside(self._here(part, s), ranges)) for x in self.keys[part, s]]
+        expect = [((part, s), ranges) for part, s in self._blocks(hops) if (ranges := plan.held(part, me, s))]
+        self._start(("keys", hops), self.next, send, self.before, expect, self.like[0].dtype)
+
+    def arrive(self, hops: int) -> Blocks:
+        """The blocks of step `hops`; the messages of the next step are under way."""
+        plan, me = self.run.plan, self.run.me
+        blocks = self.waits.pop(("keys", hops))()
+        self.keys.update(blocks)
+        if self.direction == "backward" and hops > 1:  # sums of those who had these blocks before
+            expect = [((part, s), ranges) for part, s in self._blocks(hops) if (ranges := plan.held(part, me, s))]
+            self._start(("sums", hops), self.next, [], self.before, expect, self.wide)
+        if hops + 1 < self.run.plan.spec.grid.ring:
+            self._send_keys(hops + 1)
+        return blocks
+
+    def pass_on(self, hops: int, dkv: Blocks) -> None:
+        """Add the sums that came with the blocks of step `hops`; rows that others still read go on to them, the rest goes home."""
+        plan, me, last = self.run.plan, self.run.me, hops == self.run.plan.spec.grid.ring - 1
+        if hops > 1:
+            for key, sums in self.waits.pop(("sums", hops))().items():
+                for total, part_sum in zip(dkv[key], sums, strict=True):
+                    total.add_(part_sum)
+        onward, home = [], []
+        for part, s in self._blocks(hops):
+            here = plan.held(part, me, s)
+            further: Ranges = () if last else plan.held(part, self.next, s)
+            if further:
+                onward += [_take(x, inside(here, further)) for x in dkv[part, s]]
+            if done := minus(here, further):
+                home += [_take(x, inside(here, done)) for x in dkv[part, s]]
+        if not last:
+            self._start(("sent", hops), self.next, onward, self.before, [], self.wide)
+        # The rank whose blocks these are, and the rank that now finishes the blocks of this one.
+        to, source = plan.neighbour(me, -hops), plan.neighbour(me, hops)
+        expect = []
+        for part, s in self._blocks(0):
+            there = plan.held(part, source, s)
+            further = () if last else plan.held(part, plan.neighbour(source, 1), s)
+            if done := minus(there, further):
+                expect.append(((part, s, done), done))
+        self._start(("home", hops), to, home, source, [(key, done) for key, done in expect], self.wide)
+
+    def drop(self, hops: int, *held: Blocks) -> None:
+        """Forget the blocks of step `hops`."""
+        for blocks in held:
+            for key in self._blocks(hops):
+                blocks.pop(key, None)
+
+    def come_home(self, dkv: Blocks) -> None:
+        """Add what the others have summed for the blocks that this rank sent off."""
+        for key in [k for k in self.waits if isinstance(k, tuple) and k[0] == "sent"]:
+            self.waits.pop(key)()
+        for hops in self.steps:
+            for (part, s, done), sums in self.waits.pop(("home", hops))().items():
+                for total, rows in zip(dkv[part, s], sums, strict=True):
+                    for place, piece in _places(total, inside(self._here(part, s), done), rows):
+                        place.add_(piece)
 
 
 class _SequenceAttention(torch.autograd.Function):
@@ -303,10 +414,17 @@ class _SequenceAttention(torch.autograd.Function):
         accumulate(other_rows)
         rows.update(other_rows)
         keys.update(other_keys)
+        ring = _Ring(run, keys, "forward")
         for a in (*run.others, me):
-            for b in (me, *run.others):
+            for b in (me, *plan.sources(me, 0)):
                 if (a, b) != (me, me):
                     compute(a, b)
+        for hops in ring.steps:
+            keys.update(ring.arrive(hops))
+            for a in (me, *run.others):
+                for b in plan.sources(me, hops):
+                    compute(a, b)
+            ring.drop(hops, keys)
         out, lse = _send_home(run, sums, q)
         # Rows computed here for others are final unless outputs merge: then the owner sends lse and delta in backward.
         final = {} if run.merges else {key: [sums[key].out.to(q.dtype), sums[key].lse] for key in other_rows}
@@ -331,6 +449,7 @@ class _SequenceAttention(torch.autograd.Function):
         rows, keys = _own_blocks(run, q, k, v)
         rows.update(other_rows)
         keys.update(other_keys)
+        ring = _Ring(run, keys, "backward")
         wait = _send_upstream(run, g, out, lse)
         upstream = {(p, me): [x[seqs, mine] for x in (g, out, lse)] for p, seqs in run.parts(q.shape[0])}  # dO, out, lse of rows
         dq = {key: _zeros(block[0], lse.dtype) for key, block in rows.items()}
@@ -345,13 +464,23 @@ class _SequenceAttention(torch.autograd.Function):
                     q_a = rows[part, a][0]
                     attend_backward(into, q_a, k_b, v_b, g_a, out_a, lse_a, tiles, groups, run.scale, run.backend, table)
 
-        for b in run.others:  # own rows need nothing that still travels
+        for b in plan.sources(me, 0):  # own rows need nothing that still travels
             compute(me, b)
         for key, (g_a, *numbers) in wait().items():
             upstream[key] = [g_a, stand_in(g_a, numbers[1]), numbers[0]] if run.merges else [g_a, *final[key]]
+        for hops in ring.steps:
+            arrived = ring.arrive(hops)
+            keys.update(arrived)
+            dkv.update({key: [_zeros(x, lse.dtype) for x in block] for key, block in arrived.items()})
+            for a in (me, *run.others):
+                for b in plan.sources(me, hops):
+                    compute(a, b)
+            ring.pass_on(hops, dkv)
+            ring.drop(hops, keys, dkv)
         for a in run.others:
-            for b in (*run.others, me):
+            for b in (*plan.sources(me, 0), me):
                 compute(a, b)
+        ring.come_home(dkv)
         home = _send_gradients(run, dq, dkv, q, k)
         compute(me, me)
         totals = _sum_gradients(run, home(), dq, dkv, q, k, v)
@@ -430,11 +559,11 @@ def _send_gradients(run: _Run, dq: Sums, dkv: Blocks, q: Tensor, k: Tensor) -> C
         for s in run.others:
             if plan.rows(part, me, s):
                 mail.post(s, dq[part, s].to(q_dtype))
-            if plan.keys(part, me, s):
+            if plan.held(part, me, s) and not plan.hops(me, s):
                 mail.post(s, *(x.to(kv_dtype) for x in dkv[part, s]))
             if n := count(plan.rows(part, s, me)):
                 mail.expect(s, ("rows", part, s), ((b, plan.num_heads(s), n, q.shape[3]), q_dtype))
-            if n := count(plan.keys(part, s, me)):
+            if (n := count(plan.held(part, s, me))) and not plan.hops(s, me):
                 widths = [x.shape[3] for x in dkv[part, me]]
                 mail.expect(s, ("keys", part, s), *(((b, plan.num_kv_heads(s), n, width), kv_dtype) for width in widths))
     return mail.start(plan.inputs_travel)
@@ -458,7 +587,8 @@ def _sum_gradients(
                     home.add_(piece)
                 continue
             pieces = [*got.get(("rows", part, c), []), *got.get(("keys", part, c), [])]
-            wanted = [plan.rows(part, c, me), plan.keys(part, c, me), plan.keys(part, c, me)]
+            keys = () if plan.hops(c, me) else plan.held(part, c, me)
+            wanted = [plan.rows(part, c, me), keys, keys]
             arrived = [(home, ranges) for home, ranges in zip(homes, wanted, strict=True) if ranges]
             for (home, ranges), piece in zip(arrived, pieces, strict=True):
                 for place, rows in _places(home, ranges, piece):
