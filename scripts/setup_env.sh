@@ -41,7 +41,7 @@ launch_local() {
     # One thread each, and saying so keeps torchrun from printing a banner about it. All processes are here, so they meet over
     # the loopback device: by this machine's name, which a laptop or a container may not resolve, torchrun waits for minutes and
     # then fails, and gloo warns. torch also logs a warning for each socket whose address has no name: only errors are shown.
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}" \
+    OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}" \
         TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" \
         "$VENV/bin/python" -P -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$@"
 }
