@@ -16,6 +16,7 @@ REPO="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$REPO/.venv"
 
 _say() { printf '%s\n' "$*"; }
+_who() { id -un 2> /dev/null || id -u; }
 _fail() { printf '%s\n' "$@" >&2; exit 1; }
 
 setup_env() {
@@ -40,7 +41,7 @@ launch_local() {
     # One thread each, and saying so keeps torchrun from printing a banner about it. All processes are here, so they meet over
     # the loopback device: by this machine's name, which a laptop or a container may not resolve, torchrun waits for minutes and
     # then fails, and gloo warns. torch also logs a warning for each socket whose address has no name: only errors are shown.
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}" \
+    OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$loopback}" \
         TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" \
         "$VENV/bin/python" -P -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$@"
 }
@@ -113,9 +114,10 @@ _make_venv() {
     "$python" -c 'import venv, ensurepip' > /dev/null 2>&1 || _fail \
         "Python $version ($python) has no venv module, which makes .venv." \
         "Debian and Ubuntu keep it in a package of its own: sudo apt install python3-venv" \
-        "(or python${version%.*}-venv). Or name another Python: PYTHON=/path/to/python3 $0"
+        "(or python${version%.*}-venv). Or name another Python: PYTHON=/path/to/python3 \"$0\""
     _say "making .venv with Python $version ..."
-    mkdir -p "$VENV" 2> /dev/null || _fail "cannot make $VENV: the folder is not writable for $(id -un 2> /dev/null || id -u), or the disk is full"
+    mkdir -p "$VENV" 2> /dev/null || _fail "cannot make $VENV:" \
+        "the folder is not writable for $(_who), or the disk is full"
     : > "$VENV/tpattn-unfinished"
     : > "$VENV/tpattn-made"
     "$python" -m venv "$VENV" > "$VENV/tpattn-pip.log" 2>&1 || _explain "python -m venv"
@@ -137,7 +139,7 @@ _find_python() {
         fi
     done
     _fail "tpattn needs Python 3.11 or later; here is: $(_version python3 | sed 's/^/python3 = /;s/^$/none/')" \
-        "Install one (Debian, Ubuntu: sudo apt install python3 python3-venv), or name it: PYTHON=/path/to/python3 $0"
+        "Install one (Debian, Ubuntu: sudo apt install python3 python3-venv), or name it: PYTHON=/path/to/python3 \"$0\""
 }
 
 _version() { "$1" -c 'import platform; print(platform.python_version())' 2> /dev/null || echo; }
@@ -176,8 +178,8 @@ _disk_is_full() { [ "$(df -Pk "$VENV" 2> /dev/null | awk 'NR == 2 { print $4 }')
 
 # One set-up at a time, where the system can lock; a lock ends with the processes that hold it.
 _take_turns() {
-    : 2> /dev/null >> "$REPO/.venv.lock" || _fail "cannot write to $REPO, where .venv is made: the folder is not writable for" \
-        "$(id -un 2> /dev/null || id -u), or the disk is full"
+    : 2> /dev/null >> "$REPO/.venv.lock" || _fail "cannot write to $REPO, where .venv is made:" \
+        "the folder is not writable for $(_who), or the disk is full"
     exec 9>> "$REPO/.venv.lock"
     if command -v flock > /dev/null 2>&1 && ! flock -n 9; then
         _say "another run is setting up .venv: waiting for it ..."

@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -102,11 +103,12 @@ class Died(NamedTuple):
     """The process of a rank ended before it gave an answer: exit code, minus the signal's number if a signal ended it."""
 
     code: int | None
+    before: str = ""        # the test before, when the process was gone as this one began
 
     def __str__(self):
-        if self.code is not None and self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}"
-        return f"ended with exit code {self.code}"
+        killed = self.code is not None and self.code < 0
+        how = f"killed by {_signal_name(-self.code)}" if killed else f"ended with exit code {self.code}"
+        return how + (f" before this test began; it had passed {self.before}" if self.before else "")
 
 
 class Pool:
@@ -115,11 +117,14 @@ class Pool:
     def __init__(self, world, folder):
         self.world = world
         self.folder = Path(tempfile.mkdtemp(prefix=f"{world}ranks-", dir=folder))
-        self.before = "the pool started"
-        self.processes, self.pipes = [], []
+        self.before = "none yet"
+        self.processes, self.pipes, self.logs = [], [], []
         try:
             _start_fork_server()
             for rank in range(world):
+                for kind in ("log", "stack"):
+                    (self.folder / f"rank{rank}.{kind}").touch()
+                self.logs.append(open(self.folder / f"rank{rank}.log", errors="replace"))
                 ours, theirs = FORKS.Pipe()
                 process = FORKS.Process(target=_serve, args=(theirs, rank, world, self.folder), daemon=True)
                 self.pipes.append(ours)
@@ -127,10 +132,10 @@ class Pool:
                 self.processes.append(process)
                 theirs.close()
             answers = self._answers(time.monotonic() + START_SECONDS)
-            self.logs = [open(self.folder / f"rank{rank}.log", errors="replace") for rank in range(world)]
             if any(not isinstance(answers.get(rank), Passed) for rank in range(world)):
                 report = self._report(answers, START_SECONDS)
-                pytest.fail("a pool of ranks did not start. " + report, pytrace=False)
+                self._show_output()
+                pytest.fail("a pool of ranks did not start: " + report, pytrace=False)
         except BaseException:
             self.kill()
             raise
@@ -144,7 +149,7 @@ class Pool:
                 try:
                     pipe.send_bytes(job)
                 except OSError:
-                    gone[rank] = self._died(rank)
+                    gone[rank] = self._died(rank)._replace(before=self.before)
             answers = self._answers(time.monotonic() + limit, gone)
             kinds = {type(answers.get(rank)) for rank in range(self.world)}
             alike = len(kinds) == 1 and kinds <= {Passed, Skipped}
@@ -169,7 +174,7 @@ class Pool:
             process.join()
         for pipe in self.pipes:
             pipe.close()
-        for log in getattr(self, "logs", []):
+        for log in self.logs:
             log.close()
         self.processes, self.pipes, self.logs = [], [], []
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -207,7 +212,7 @@ class Pool:
         of = f"of {self.world}"
         if dead:            # its peers may have raised sooner than its end was seen: their connection broke
             first = dead[0]
-            text = f"rank {first} {of} {answers[first]} (the test before: {self.before})"
+            text = f"rank {first} {of} {answers[first]}"
         elif raised:
             first = raised[0][1]
             text = f"rank {first} {of} raised {answers[first].line}\n{answers[first].traceback.rstrip()}"
@@ -230,8 +235,8 @@ class Pool:
         time.sleep(0.5)
         parts = []
         for rank in silent:
-            stack = (self.folder / f"rank{rank}.stack").read_text().splitlines()
-            stack = [line for line in stack if line.startswith("  File")]
+            text = (self.folder / f"rank{rank}.stack").read_text()
+            stack = [line for line in text.splitlines() if line.startswith("  File")]
             body = list(itertools.takewhile(lambda line: "/pool_rank.py" not in line, stack))
             parts.append(f"\nrank {rank} was here, innermost call first:\n" + "\n".join(body or stack))
         return "".join(parts)
@@ -288,6 +293,13 @@ def _pools(tmp_path_factory):
     POOLS.close()
 
 
+def _signal_name(number):
+    try:
+        return signal.Signals(number).name
+    except ValueError:      # a real-time signal
+        return f"signal {number}"
+
+
 def _in_one_line(answer):
     if answer is None:
         return "was waiting or still at work, and was stopped"
@@ -303,17 +315,19 @@ def _pass_on_warnings(answers):
 
 
 def _start_fork_server():
-    """Start the process from which all ranks are forked, unless it runs: it imports torch once, without threads of its own."""
+    """Start the process from which all ranks are forked, unless it runs: it imports torch once, without threads of its own.
+
+    The ranks inherit its environment: what a test changes in pytest's process does not reach them.
+    """
     FORKS.set_forkserver_preload(PRELOAD)
-    before = os.environ.get("OMP_NUM_THREADS")
+    before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")    # whatever this machine's name is
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(*args):

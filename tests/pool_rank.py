@@ -8,6 +8,8 @@ import faulthandler
 import importlib
 import inspect
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -35,7 +37,7 @@ def serve(pipe, rank, world, folder):
         _end_with_pytest()
         _write_to(folder / f"rank{rank}.log")
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, file=open(folder / f"rank{rank}.stack", "w"), all_threads=False)   # noqa: SIM115
+        faulthandler.register(signal.SIGUSR1, file=open(folder / f"rank{rank}.stack", "w"), all_threads=False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)        # ^C is pytest's to handle
         _explain_asserts()
         torch.set_num_threads(1)

@@ -64,7 +64,7 @@ def train(model, ctx, steps, layout, lr=0.05):
         norm = tpattn.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        curve.append([float(loss), float(norm)])
+        curve.append([loss.item(), norm.item()])
     return torch.tensor(curve, dtype=torch.float64)
 
 

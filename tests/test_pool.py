@@ -60,6 +60,14 @@ def test_the_default_group_may_be_destroyed(rank, world, turn):
     dist.destroy_process_group()
 
 
+@ranks(2)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_pool_that_is_full_of_groups_is_renewed(rank, world, turn):
+    assert len(dist.distributed_c10d._world.pg_map) < 10
+    for _ in range(45):
+        dist.new_group([0, 1])
+
+
 @ranks(3)
 def test_fixtures_reach_the_ranks(rank, world, tmp_path):
     (tmp_path / str(rank)).touch()
@@ -117,6 +125,19 @@ def test_abort(rank):
     if rank == 2:
         os.abort()
     dist.barrier()
+
+@ranks(3)
+def test_late(rank):
+    if rank == 1:
+        import threading
+        threading.Timer(0.3, os._exit, [5]).start()
+
+def test_pause():
+    time.sleep(1)
+
+@ranks(3)
+def test_after_late(rank):
+    pass
 
 @ranks(3)
 def test_exit(rank):
@@ -180,7 +201,7 @@ def test_a_rank_that_raises_shows_its_own_traceback(failing):
     assert places == sorted(places)
     assert "[rank 0] seen by 0" in said and "[rank 2] seen by 2" in said
     assert said.count("Traceback") == 1 and "pool" not in said
-    assert failing.seconds("test_raise[3ranks]") < 5
+    assert failing.seconds("test_raise[3ranks]") < 30     # not the 100 s that its peers would wait
     assert failing.outcome("test_after_raise[3ranks]") == "PASSED"
 
 
@@ -196,15 +217,20 @@ def test_a_rank_that_dies_is_named(failing, how, told):
     """Its peers' broken connections come second, though they may be seen first."""
     said = failing.failure(f"test_{how}[3ranks]")
     assert said.strip().startswith(f"rank 2 of 3 {told}")
-    assert failing.seconds(f"test_{how}[3ranks]") < 8
+    assert failing.seconds(f"test_{how}[3ranks]") < 30
     assert failing.outcome("test_after_kill[3ranks]") == "PASSED"
+
+
+def test_a_rank_that_dies_between_tests_is_told_with_the_test_before(failing):
+    said = failing.failure("test_after_late[3ranks]")
+    assert "rank 1 of 3 ended with exit code 5 before this test began" in said and "test_late[3ranks]" in said.split("\n")[1]
 
 
 def test_a_rank_that_never_answers_shows_where_it_is(failing):
     said = failing.failure("test_sleep[2ranks]")
     assert said.strip().startswith("rank 0 of 2 gave no answer within 2 s")
     assert "in asleep" in said and "rank 1: passed" in said and "pool" not in said
-    assert 2 <= failing.seconds("test_sleep[2ranks]") < 8
+    assert 2 <= failing.seconds("test_sleep[2ranks]") < 30
     assert failing.outcome("test_after_sleep[2ranks]") == "PASSED"
 
 
@@ -224,7 +250,7 @@ def test_arguments_that_cannot_be_sent_are_refused(failing):
 
 def test_ids_name_the_ranks_and_the_session_tells_all(failing):
     assert failing.outcome("test_ids[zigzag-1rank]") == failing.outcome("test_ids[zigzag-2ranks]") == "PASSED"
-    assert "9 failed, 6 passed, 1 skipped" in failing.text
+    assert "10 failed, 8 passed, 1 skipped" in failing.text
 
 
 def test_no_process_outlives_the_session(failing):
@@ -260,36 +286,13 @@ def test_long_and_sampled_tests_wait_for_all(suite):
     def test_sampled(i):
         pass
     """
-    some = suite.collect(body)
-    assert len(some) == 2 and all("test_sampled" in test for test in some)
-    assert suite.collect(body) == some
+    assert suite.collect(body) == ["test_sampled[2]", "test_sampled[3]"]
     assert len(suite.collect(body, "--all")) == 10
     assert "test_long" in suite.collect(body, "-m", "long")[0]
 
 
-def test_no_process_outlives_a_killed_session(suite, tmp_path):
-    """C60: SIGKILL of pytest ends ranks that compute, and the next run passes."""
-    running = suite.start(f"""
-    @ranks(2, 3)
-    def test_it(rank, world):
-        with open({str(tmp_path)!r} + f"/pid{{world}}{{rank}}", "w") as file:
-            file.write(str(os.getpid()))
-        while world == 3:
-            pass
-    """)
-    deadline = time.monotonic() + 60
-    while len(files := [f for f in tmp_path.glob("pid*") if f.read_text()]) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    pids = [int(file.read_text()) for file in files]
-    running.kill()
-    running.wait()
-    assert len(pids) == 5
-    _all_gone(pids)
-    assert "1 passed" in suite.run("@ranks(2)\ndef test_it(rank): dist.barrier()")
-
-
-def test_two_sessions_at_once_do_not_meet(suite):
-    """C60: no port and no file is shared."""
+def test_sessions_at_once_do_not_meet_and_a_killed_one_leaves_no_process(suite, tmp_path):
+    """C60: no port and no file is shared; SIGKILL of pytest ends ranks that compute; the runs beside it and after it pass."""
     body = """
     @ranks(2, 3)
     @pytest.mark.parametrize("i", range(20))
@@ -298,8 +301,25 @@ def test_two_sessions_at_once_do_not_meet(suite):
         dist.all_reduce(total)
         assert total.item() == world
     """
-    both = [suite.start(body) for _ in range(2)]
-    for running in both:
+    endless = f"""
+    @ranks(2, 3)
+    def test_it(rank, world):
+        with open({str(tmp_path)!r} + f"/pid{{world}}{{rank}}", "w") as file:
+            file.write(str(os.getpid()))
+        while world == 3:
+            pass
+    """
+    killed, beside = suite.start(endless), suite.start(body)
+    deadline = time.monotonic() + 60
+    while len(files := [f for f in tmp_path.glob("pid*") if f.read_text()]) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    killed.kill()
+    killed.wait()
+    after = suite.start(body)
+    assert len(pids) == 5
+    _all_gone(pids)
+    for running in (beside, after):
         text = running.communicate(timeout=100)[0]
         assert "40 passed" in text, text
 

@@ -316,12 +316,12 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     else:
         total = parts[0].to(wide) + parts[1].to(wide)
     for part in parts[2:]:
-        total += part
+        total += part.to(wide)
     return total.to(parts[0].dtype)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "forward") -> Tensor:

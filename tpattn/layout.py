@@ -62,9 +62,9 @@ class SequenceLayout:
     def of(positions: Sequence[Sequence[int] | Tensor]) -> SequenceLayout:
         """Rank r holds `positions[r]`, in that order. Every position of the sequence belongs to exactly one rank.
 
-        raises      Unsupported when a position is held twice, by nobody, or is negative
+        raises      Unsupported when a position is held twice, by nobody, or is negative, or is no integer
         """
-        shares = [torch.as_tensor(p, dtype=torch.int64).reshape(-1).cpu() for p in positions]
+        shares = [_integers(p, rank) for rank, p in enumerate(positions)]
         if not shares:
             raise Unsupported("SequenceLayout.of needs one list of positions for each rank, got none")
         everyone = torch.cat(shares)
@@ -133,6 +133,16 @@ class SequenceLayout:
     def __repr__(self) -> str:
         block = f", block={self.block}" if self.block not in (None, 1) else ""
         return f"SequenceLayout.{self.kind}(T={self.T}, n={self.n}{block})"
+
+
+def _integers(positions: Sequence[int] | Tensor, rank: int) -> Tensor:
+    """One rank's positions as [t] int64."""
+    p = torch.as_tensor(positions).cpu()
+    if p.dim() != 1 or (p.numel() and (p.is_floating_point() or p.is_complex() or p.dtype == torch.bool)):
+        raise Unsupported(
+            f"SequenceLayout.of: the positions of rank {rank} must be one list of integers, got {p.dtype} {list(p.shape)}"
+        )
+    return p.to(torch.int64)
 
 
 def split_sizes(size: int, n: int) -> list[int]:

@@ -95,18 +95,22 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Mask:
 
     Positions behind the last document belong to none: they read nothing and nobody reads them.
     """
-    rows: Any = [lengths] if not lengths or isinstance(lengths[0], int) else lengths
+    if not isinstance(lengths, (list, tuple)):
+        raise Unsupported(f"masks.documents needs a list of lengths, or one list per batch element, got {type(lengths).__name__}")
+    rows: list[Any] = list(lengths) if lengths and isinstance(lengths[0], (list, tuple)) else [lengths]
     for row in rows:
-        for length in row:
+        for length in row if isinstance(row, (list, tuple)) else [row]:
             if not isinstance(length, int) or isinstance(length, bool) or length < 0:
                 raise Unsupported(f"masks.documents: length {length!r} must be an integer >= 0")
+        if not isinstance(row, (list, tuple)):
+            raise Unsupported(f"masks.documents: {row!r} stands among lists of lengths; give one list, or one per batch element")
     return _Documents(tuple(tuple(r) for r in rows))
 
 
 def padding(valid: Tensor) -> Mask:
     """Key j of sequence b may be read where `valid[b, j]`; valid is bool [B, S], the same on every rank."""
-    if valid.dtype != torch.bool or valid.dim() != 2:
-        raise Unsupported(f"masks.padding needs bool [B, S], True for real keys; got {valid.dtype} {list(valid.shape)}")
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() != 2:
+        raise Unsupported(f"masks.padding needs bool [B, S], True for real keys; got {_kind(valid)}")
     return _Padding(valid.cpu())
 
 
@@ -116,14 +120,17 @@ def dense(allowed: Tensor) -> Mask:
     Only the rank that holds the rows knows the table, so it saves computing, never traffic.
     """
     if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-        got = f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
         raise Unsupported(
-            f"masks.dense needs a bool tensor, True where a query may read a key, got {got}; additive masks are not supported "
-            "(for 0 / -inf use masks.dense(additive == 0))"
+            f"masks.dense needs a bool tensor, True where a query may read a key, got {_kind(allowed)}; additive masks are not "
+            "supported (for 0 / -inf use masks.dense(additive == 0))"
         )
     if allowed.dim() not in (2, 4):
         raise Unsupported(f"masks.dense needs [t, S], [B, 1, t, S] or [B, H, t, S], got {list(allowed.shape)}")
     return _Dense(allowed)
+
+
+def _kind(x: object) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------------

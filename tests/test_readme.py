@@ -1,0 +1,81 @@
+"""The README's code, run as it stands: the shortest training loop gives the same losses on every mesh."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import close, far
+from pool import ranks
+
+import tpattn
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def loop_code():
+    """The block under "The shortest training loop", verbatim."""
+    section = README.read_text().split("## The shortest training loop")[1]
+    return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+
+
+def run_loop(cp, tp):
+    """Its five losses, from rank 0's lines (empty on other ranks)."""
+    argv, sys.argv = sys.argv, ["loop.py", str(cp), str(tp)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(loop_code(), "loop.py", "exec"), {"__name__": "__main__"})
+    finally:
+        sys.argv = argv
+    return [float(x) for x in re.findall(r"loss ([0-9.]+)", out.getvalue())]
+
+
+def plain_torch():
+    """The same five steps without any group: the model of one process, torch's own loss and clipping."""
+    ctx = tpattn.ParallelContext.single()
+    model = tpattn.Transformer(257, 64, 2, 4, ctx=ctx, seed=0, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8).long()
+    losses = []
+    for step in range(5):
+        rows = text[step * 260 : (step + 1) * 260].view(4, 65)
+        loss = torch.nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("axis", ["cp", "tp", "dp", "half"])
+def test_shortest_loop_is_the_same_on_every_mesh(rank, world, axis):
+    """C04: the five printed losses equal those of plain torch within 1e-9, whichever axis the ranks are on."""
+    sizes = {"cp": (world, 1), "tp": (1, world), "dp": (1, 1), "half": (2, world // 2)}[axis]
+    losses = run_loop(*sizes)
+    if rank == 0:
+        close(losses, plain_torch(), 1e-9)
+        far(losses[4:], losses[:1], 1e-2)  # it does train
+    else:
+        assert losses == []
+
+
+def test_shortest_loop_runs_as_a_script(tmp_path):
+    """Copied verbatim to a file and started with plain python, it prints five lines and nothing else."""
+    script = tmp_path / "loop.py"
+    script.write_text(loop_code())
+    done = subprocess.run([sys.executable, str(script), "1", "1"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 5
+
+
+def test_readme_names_only_what_exists():
+    """Every `tpattn.name` in the README's code and text is an attribute of the package."""
+    names = set(re.findall(r"tpattn\.([a-zA-Z_]+)", README.read_text())) - {"git"}
+    assert not [n for n in sorted(names) if not hasattr(tpattn, n)]
