@@ -396,9 +396,7 @@ def start_pass(
     return wait
 
 
-def start_shift(
-    x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward"
-) -> Callable[[], Tensor]:
+def start_shift(x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward") -> Callable[[], Tensor]:
     """Start sending x to rank + by; wait() gives the tensor of rank - by, whose shape is `shape`."""
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
     if to == group.rank:

@@ -9,13 +9,15 @@ K key-value heads (never repeated in memory), Dv the width of v.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpattn.errors import Unsupported
+from tpattn.random import bits, fold, uniform
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
@@ -48,6 +50,66 @@ class Tile:
             assert self.lo is not None and self.hi is not None
             return int((self.hi - self.lo).sum())
         return self.rows * (self.rows + 1) // 2
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What happens to the scores of one block beside the scale, by global indices, so that it is the same on any grid.
+
+    softcap     c: a score s becomes c tanh(s / c)
+    slopes      [H] ALiBi: -slope |i - j| is added, after the softcap
+    dropout     probability with which a softmax weight is dropped; the rest is divided by 1 - p
+    key         of the dropout's random numbers: an element's fate depends on (key, sequence, head, row, key position) alone
+    rows, keys  [1, T] and [1, S] global positions (a first dimension of more windows for strided calls)
+    sequences   [B] and heads [H]: global indices
+    source      ALiBi: Press et al., arXiv:2108.12409; softcap: Gemma 2, arXiv:2408.00118
+    """
+
+    softcap: float | None
+    slopes: Tensor | None
+    dropout: float
+    key: int
+    rows: Tensor
+    keys: Tensor
+    sequences: Tensor
+    heads: Tensor
+
+    def to(self, device: torch.device) -> Change:
+        """The same with its tensors on `device`."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
+
+    def cut(self, call: _Call, heads: slice) -> Change:
+        """The change for one call's rows, keys and query heads."""
+
+        def windows(x: Tensor, start: int, length: int) -> Tensor:
+            return torch.stack([x[0, start + i * call.step : start + i * call.step + length] for i in range(call.count)])
+
+        rows, keys = windows(self.rows, call.row, call.rows), windows(self.keys, call.key, call.keys)
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, rows=rows, keys=keys, heads=self.heads[heads], slopes=slopes)
+
+    def scores(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The changed scores [b, K, G, T, S] and their derivative by the given ones (None = 1)."""
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = bent * self.softcap, 1.0 - bent * bent
+        if self.slopes is not None:
+            distance = (self.rows[:, rows, None] - self.keys[:, None, :]).abs().to(scores.dtype)[:, None, None]
+            scores = scores - self.slopes.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1) * distance
+        return scores, slope
+
+    def kept(self, like: Tensor, rows: slice) -> Tensor | None:
+        """Factors of the softmax weights [b, K, G, T, S]: 0 where dropped, else 1 / (1 - p); None without dropout."""
+        if not self.dropout:
+            return None
+        owner = bits(self.key, self.sequences[:, None] * 2**20 + self.heads)  # [B, H]
+        row = bits(fold(self.key, "row"), self.rows[:, rows])
+        column = bits(fold(self.key, "column"), self.keys)
+        index = owner[:, :, None, None] ^ (row[:, None, :, None] ^ column[:, None, None, :])
+        keep = uniform(fold(self.key, "pair"), index) >= self.dropout
+        return (keep.to(like.dtype) / (1.0 - self.dropout)).view(like.shape)
 
 
 class Accumulator:
@@ -84,20 +146,31 @@ class Backend:
     name = "backend"
     note = ""
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether this backend can compute there."""
+    def supports(self, device: torch.device, dtype: torch.dtype, changes: bool = False) -> bool:
+        """Whether this backend can compute there, also with changed scores (softcap, ALiBi, dropout)."""
         raise NotImplementedError
 
     def leaf(self, dtype: torch.dtype, backward: bool) -> int:
         """Side in tokens of the causal squares that one call computes; larger squares are split as a binary tree."""
         return 128
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out [B, H, T, Dv] and lse [B, H, T]; a row without keys gives 0 and -inf."""
         raise NotImplementedError
 
     def backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | str | None, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | str | None,
+        scale: float,
+        change: Change | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this call's pairs, from the gradient, output and lse of the whole row."""
         raise NotImplementedError
@@ -110,13 +183,13 @@ def _as_bool(mask: Tensor | str | None, T: int, S: int, device: torch.device) ->
 
 
 class Math(Backend):
-    """Plain matrix products: any device and float dtype, the reference for the others. Sums in float32 at least."""
+    """Plain matrix products: any device, float dtype and change of scores, the reference. Sums in float32 at least."""
 
     name = "math"
     note = "any device; builds one block of scores at a time"
     _most_scores = 1 << 22  # elements of one block of scores
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def supports(self, device: torch.device, dtype: torch.dtype, changes: bool = False) -> bool:
         return dtype in _FLOATS
 
     def _blocks(self, q: Tensor, k: Tensor, mask: Tensor | str | None) -> Iterator[tuple[slice, Tensor | None]]:
@@ -133,42 +206,63 @@ class Math(Backend):
         return [x.to(wide) for x in tensors]
 
     @staticmethod
-    def _scores(q_BKGTD: Tensor, k_BKSD: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-        scores = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k_BKSD) * scale
+    def _scores(
+        q_BKGTD: Tensor, k_BKSD: Tensor, allowed: Tensor | None, scale: float, change: Change | None, rows: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        scores, slope = torch.einsum("bkgtd,bksd->bkgts", q_BKGTD, k_BKSD) * scale, None
+        if change is not None:
+            scores, slope = change.scores(scores, rows)
         if allowed is not None:
             if allowed.dim() == 4:  # [b, h, T, S]: heads as their groups
                 heads = allowed.shape[1]
                 K, G = scores.shape[1:3]
                 allowed = allowed.unflatten(1, (K, G)) if heads != 1 else allowed[:, :, None]
             scores = scores.masked_fill(~allowed, -torch.inf)
-        return scores
+        return scores, slope
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
+    ) -> tuple[Tensor, Tensor]:
         K = k.shape[1]
         outs, lses = [], []
         wide_k, wide_v = self._wide(k, v)
         for rows, allowed in self._blocks(q, k, mask):
             (block,) = self._wide(q[:, :, rows].unflatten(1, (K, -1)))
-            scores = self._scores(block, wide_k, allowed, scale)
+            scores, _ = self._scores(block, wide_k, allowed, scale, change, rows)
             lse = torch.logsumexp(scores, dim=-1)
             weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+            if change is not None and (kept := change.kept(weights, rows)) is not None:
+                weights = weights * kept
             outs.append(torch.einsum("bkgts,bksd->bkgtd", weights, wide_v).flatten(1, 2))
             lses.append(lse.flatten(1, 2))
         return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2)
 
     def backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | str | None, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | str | None,
+        scale: float,
+        change: Change | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         K = k.shape[1]
         wide_k, wide_v = self._wide(k, v)
         dk, dv, dqs = torch.zeros_like(wide_k), torch.zeros_like(wide_v), []
         for rows, allowed in self._blocks(q, k, mask):
             bq, bg, bo, bl = self._wide(*(x[:, :, rows].unflatten(1, (K, -1)) for x in (q, g, out, lse)))
-            scores = self._scores(bq, wide_k, allowed, scale)
+            scores, slope = self._scores(bq, wide_k, allowed, scale, change, rows)
             weights = torch.exp(scores - torch.where(bl == -torch.inf, 0.0, bl)[..., None])
-            dv += torch.einsum("bkgts,bkgtd->bksd", weights, bg)
             delta = (bg * bo).sum(-1, keepdim=True)
-            dscores = weights * (torch.einsum("bkgtd,bksd->bkgts", bg, wide_v) - delta) * scale
+            dweights = torch.einsum("bkgtd,bksd->bkgts", bg, wide_v)
+            kept = None if change is None else change.kept(weights, rows)
+            dv += torch.einsum("bkgts,bkgtd->bksd", weights if kept is None else weights * kept, bg)
+            dscores = weights * ((dweights if kept is None else dweights * kept) - delta) * scale
+            if slope is not None:
+                dscores = dscores * slope
             dk += torch.einsum("bkgts,bkgtd->bksd", dscores, bq)
             dqs.append(torch.einsum("bkgts,bksd->bkgtd", dscores, wide_k).flatten(1, 2))
         return torch.cat(dqs, dim=2), dk, dv
@@ -185,8 +279,8 @@ class CpuFlash(Backend):
     name = "cpu_flash"
     note = "CPU, float32, float64, bfloat16, float16"
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == "cpu" and dtype in _FLOATS
+    def supports(self, device: torch.device, dtype: torch.dtype, changes: bool = False) -> bool:
+        return device.type == "cpu" and dtype in _FLOATS and not changes
 
     def leaf(self, dtype: torch.dtype, backward: bool) -> int:
         """128: the op's causal flag saves nothing up to 512 (torch 2.13); whole squares where bfloat16 dislikes small calls."""
@@ -208,7 +302,9 @@ class CpuFlash(Backend):
             return None
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
+    ) -> tuple[Tensor, Tensor]:
         Dv = v.shape[-1]
         q, k, v = self._pad(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -219,7 +315,16 @@ class CpuFlash(Backend):
         return out[..., :Dv], lse
 
     def backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | str | None, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | str | None,
+        scale: float,
+        change: Change | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         D, Dv = q.shape[-1], v.shape[-1]
         q, k, v, g, out = self._pad(q, k, v, g, out)
@@ -239,19 +344,19 @@ def available(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
     return {b.name: b.note for b in _BACKENDS if b.supports(torch.device(device), dtype)}
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend called `name`, or with "auto" the first that supports the device and dtype.
+def choose(name: str, device: torch.device, dtype: torch.dtype, changes: bool = False) -> Backend:
+    """The backend called `name`, or with "auto" the first that supports the device, the dtype and changed scores if asked.
 
-    raises      Unsupported for an unknown name, or one that cannot compute there
+    raises      Unsupported for an unknown name, or one that cannot compute that there
     """
     if dtype not in _FLOATS:
         raise Unsupported(f"attention in {dtype} is not supported; use float32, float64, bfloat16 or float16")
     for backend in _BACKENDS:
-        if name in ("auto", backend.name) and backend.supports(device, dtype):
+        if name in ("auto", backend.name) and backend.supports(device, dtype, changes):
             return backend
-    raise Unsupported(
-        f"kernel={name!r} cannot compute {dtype} on {device.type}; there are auto, {', '.join(available(device, dtype))}"
-    )
+    able = [b.name for b in _BACKENDS if b.supports(device, dtype, changes)]
+    what = f"{dtype} on {device.type}" + (" with softcap, ALiBi or dropout" if changes else "")
+    raise Unsupported(f"kernel={name!r} cannot compute {what}; there are auto, {', '.join(able)}")
 
 
 # ---- tiles become calls ----------------------------------------------------------------------------------------------------
@@ -357,11 +462,13 @@ def attend(
     scale: float,
     backend: Backend,
     table: Tensor | None = None,
+    change: Change | None = None,
 ) -> None:
     """Add the attention of q [B, H, T, D] over k [B, K, S, D], v [B, K, S, Dv] at the pairs of `tiles` into the accumulator.
 
     groups      which query heads read which key-value heads
     table       bool [b, h, T, S] of the dense mask for these rows and keys, for tiles that ask for it
+    change      what happens to the scores of these rows and keys, for backends that support it
     """
     for tile in tiles:
         for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, False), table, q.device):
@@ -374,6 +481,7 @@ def attend(
                     _windows(v[:, kv_heads], *keys),
                     _of_heads(mask, q_heads),
                     scale,
+                    None if change is None else change.cut(call, q_heads),
                 )
                 merge(_windows(into.out[:, q_heads], *rows), _windows(into.lse[:, q_heads], *rows), out, lse)
 
@@ -400,6 +508,7 @@ def attend_backward(
     scale: float,
     backend: Backend,
     table: Tensor | None = None,
+    change: Change | None = None,
 ) -> None:
     """Add the gradients of `attend` for the upstream gradient g [B, H, T, Dv], from the *global* out and lse of the rows."""
     for tile in tiles:
@@ -416,6 +525,7 @@ def attend_backward(
                     _windows(lse[:, q_heads], *rows),
                     _of_heads(mask, q_heads),
                     scale,
+                    None if change is None else change.cut(call, q_heads),
                 )
                 _windows(into.dq[:, q_heads], *rows).add_(dq)
                 _windows(into.dk[:, kv_heads], *keys).add_(dk)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,16 +62,18 @@ class RandomKey:
     step            of the training loop, so that each step draws anew
     first_sequence  global index of this rank's first sequence in the batch: dp ranks draw for other sequences
     name            the modules on the way down, folded in one by one
+    first_head      global index of this rank's first head, where heads are divided over tp
     """
 
     seed: int
     step: int = 0
     first_sequence: int = 0
     name: str = ""
+    first_head: int = 0
 
     def child(self, name: str) -> RandomKey:
         """The key of the sub-module `name`."""
-        return RandomKey(self.seed, self.step, self.first_sequence, f"{self.name}.{name}" if self.name else name)
+        return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def number(self) -> int:
         """The key as 64 bits, without the sequence: that is part of an element's index."""

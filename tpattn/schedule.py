@@ -254,12 +254,20 @@ class Schedule:
             return torch.arange(positions.numel())
         return torch.cat([torch.arange(*r) for r in ranges]) if ranges else torch.empty(0, dtype=torch.int64)
 
+    def row_positions(self, part: int, c: int, a: int) -> Tensor:
+        """Global positions of rank a's rows as rank c holds them: [T]."""
+        return self.q_positions[a][self._indices(self.rows(part, c, a), a == c, self.q_positions[a])]
+
+    def key_positions(self, part: int, c: int, b: int) -> Tensor:
+        """Global positions of rank b's keys as rank c holds them: [S]."""
+        return self.k_positions[b][self._indices(self.held(part, c, b), b == c, self.k_positions[b])]
+
     def _find_tiles(self, part: int, c: int, a: int, b: int) -> list[Tile]:
-        rows, keys = self.rows(part, c, a), self.held(part, c, b)
+        rows = self.rows(part, c, a)
         if not rows or not self.keys(part, c, b):
             return []
         row_index = self._indices(rows, a == c, self.q_positions[a])
-        key_positions = self.k_positions[b][self._indices(keys, b == c, self.k_positions[b])]
+        key_positions = self.key_positions(part, c, b)
         lo, hi = (x[part][:, row_index] for x in self._intervals(a))
         tiles: list[Tile] = []
         for i in range(lo.shape[0]):

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tpattn import comm
 from tpattn.errors import Unsupported
-from tpattn.kernels import Accumulator, Backend, Gradients, attend, attend_backward, choose, merge, stand_in
+from tpattn.kernels import Accumulator, Backend, Change, Gradients, attend, attend_backward, choose, merge, stand_in
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.mesh import ParallelContext
+from tpattn.random import RandomKey
 from tpattn.schedule import Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
@@ -38,6 +39,10 @@ def sequence_attention(
     grid: AttentionGrid | str = "auto",
     transport: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: tuple[float, RandomKey] | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
     remat: bool = False,
@@ -53,7 +58,12 @@ def sequence_attention(
     transport   exchange: keys come in one exact-size all-to-all, all at once; rotate: they pass around the ring in steps, each
                 overlapped with the work on the one before, two blocks held at a time. "auto" is exchange
     scale       multiplies q @ k; None = D ** -0.5
-    kernel      auto, or a name of `tpattn.kernels.available()`
+    softcap     c: a score s becomes c tanh(s / c), after the scale
+    alibi_slopes  [H] (no gradient): -slope |i - j| is added to the score of global positions i and j, after scale and softcap
+    sinks       [H] learnable logits of a key without value: they take their share of each row's weight. Their gradient is the
+                part of this rank's rows; `finish_gradients` sums it
+    dropout     (p, key): softmax weights are dropped by (key, sequence, head, positions) alone, the same on every grid
+    kernel      auto, or a name of `tpattn.kernels.available()`; softcap, ALiBi and dropout need math
     remat       keys and rows of others are fetched again in backward instead of kept
     returns     [B, t, H, Dv] in the dtype of q; with return_lse also lse [B, t, H] (float32; float64 for float64), no gradient.
                 A row that may read no key gives 0, lse -inf and gradient 0
@@ -68,7 +78,9 @@ def sequence_attention(
             f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
             "allowed), key padding masks.padding(valid); additive masks are not supported"
         )
-    backend = choose(kernel, q.device, q.dtype)
+    _check_changes(q, softcap, alibi_slopes, sinks, dropout)
+    changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
+    backend = choose(kernel, q.device, q.dtype, changes)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
@@ -87,8 +99,10 @@ def sequence_attention(
     if table is not None:
         table = table.to(q.device)
         table = table if q_order is None else table.index_select(2, q_order)
-    run = _Run(plan, axis, backend, D**-0.5 if scale is None else float(scale), return_lse, remat, table)
-    out, lse = _SequenceAttention.apply(q, k, v, run)
+    scale = D**-0.5 if scale is None else float(scale)
+    slopes = None if alibi_slopes is None else alibi_slopes.detach()
+    run = _Run(plan, axis, backend, scale, return_lse, remat, table, softcap, slopes, dropout if changes else None)
+    out, lse = _SequenceAttention.apply(q, k, v, sinks, run)
     if q_order is not None:
         back = q_order.argsort()
         out, lse = out.index_select(1, back), lse.index_select(1, back)
@@ -114,6 +128,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise Unsupported(
             f"the number of key heads must divide the number of query heads, and no size but tokens may be 0; got {shapes}"
         )
+
+
+def _check_changes(
+    q: Tensor, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None, dropout: tuple[float, RandomKey] | None
+) -> None:
+    if softcap is not None and not softcap > 0:
+        raise Unsupported(f"softcap={softcap} must be positive, or None")
+    for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if x is not None and (not isinstance(x, Tensor) or x.shape != (q.shape[2],) or not x.is_floating_point()):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise Unsupported(f"{name} must be a float tensor [H] = [{q.shape[2]}], got {got}")
+    if dropout is not None:
+        p, key = dropout
+        if not 0.0 <= p < 1.0 or not isinstance(key, RandomKey):
+            raise Unsupported(f"dropout must be (p, RandomKey) with p in [0, 1), got ({p!r}, {type(key).__name__})")
 
 
 def _layouts(
@@ -160,6 +189,9 @@ class _Run:
     return_lse: bool
     remat: bool
     table: Tensor | None  # bool [b, h, t, S], the dense part of the mask for this rank's rows
+    softcap: float | None
+    slopes: Tensor | None
+    dropout: tuple[float, RandomKey] | None
 
     @property
     def me(self) -> int:
@@ -179,6 +211,24 @@ class _Run:
     def parts(self, B: int) -> list[tuple[int, slice]]:
         """(part, the sequences of the batch it is for)."""
         return [(0, slice(0, B))] if self.plan.parts == 1 else [(p, slice(p, p + 1)) for p in range(B)]
+
+    def change_at(self, part: int, seqs: slice, a: int, b: int) -> Change | None:
+        """What happens to the scores of the rows held of rank a and the keys held of rank b; None = nothing."""
+        if self.softcap is None and self.slopes is None and self.dropout is None:
+            return None
+        plan, me = self.plan, self.me
+        p, key = self.dropout or (0.0, RandomKey(0))
+        heads = plan.heads(me)
+        return Change(
+            self.softcap,
+            None if self.slopes is None else self.slopes[heads],
+            p,
+            key.number(),
+            plan.row_positions(part, me, a)[None],
+            plan.key_positions(part, me, b)[None],
+            torch.arange(seqs.start, seqs.stop) + key.first_sequence,
+            torch.arange(heads.start, heads.stop) + key.first_head,
+        ).to(self.axis.device)
 
     def own_table(self, seqs: slice, c: int) -> list[Tensor]:
         """The dense table of these sequences for the heads and columns of rank c; empty without one."""
@@ -309,7 +359,9 @@ class _Ring:
         own = [self.run.me] if hops == 0 else []
         return [(part, s) for part, _ in self.parts for s in sorted([*own, *self.run.plan.sources(self.run.me, hops)])]
 
-    def _start(self, key: object, to: int, send: list[Tensor], source: int, expect: list[tuple[Any, Ranges]], dtype: torch.dtype) -> None:
+    def _start(
+        self, key: object, to: int, send: list[Tensor], source: int, expect: list[tuple[Any, Ranges]], dtype: torch.dtype
+    ) -> None:
         """One message each way; `expect`: (key, ranges) of the pairs (k, v) or (dk, dv) that arrive."""
         b, shapes = dict(self.parts), []
         for (part, *_), ranges in expect:
@@ -391,7 +443,9 @@ class _SequenceAttention(torch.autograd.Function):
     """shard -> shard: exchange of rows and keys, exchange of partial outputs; gradient: the same two exchanges, mirrored."""
 
     @staticmethod
-    def forward(node: Any, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKE: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
+    def forward(
+        node: Any, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKE: Tensor, sinks: Tensor | None, run: _Run
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BtHD, k_BsKD, v_BsKE))
         plan, me, groups = run.plan, run.me, run.plan.head_groups(run.me)
         wait = _fetch(run, q, k, v, "forward")
@@ -399,10 +453,11 @@ class _SequenceAttention(torch.autograd.Function):
         sums: dict[tuple[Any, ...], Accumulator] = {}
 
         def compute(a: int, b: int) -> None:
-            for part, _ in run.parts(q.shape[0]):
+            for part, seqs in run.parts(q.shape[0]):
                 if tiles := plan.tiles(part, me, a, b):
                     (k_b, v_b), table = keys[part, b], run.table_at(rows[part, a], part, b)
-                    attend(sums[part, a], rows[part, a][0], k_b, v_b, tiles, groups, run.scale, run.backend, table)
+                    change = run.change_at(part, seqs, a, b)
+                    attend(sums[part, a], rows[part, a][0], k_b, v_b, tiles, groups, run.scale, run.backend, table, change)
 
         def accumulate(blocks: Blocks) -> None:
             for key, (block, *_) in blocks.items():
@@ -425,12 +480,17 @@ class _SequenceAttention(torch.autograd.Function):
                 for b in plan.sources(me, hops):
                     compute(a, b)
             ring.drop(hops, keys)
-        out, lse = _send_home(run, sums, q)
+        if sinks is not None and not run.merges:
+            for done in sums.values():
+                _add_sinks(done.out, done.lse, sinks[plan.heads(me)])
+        out, lse = _send_home(run, sums, q, sinks)
         # Rows computed here for others are final unless outputs merge: then the owner sends lse and delta in backward.
         final = {} if run.merges else {key: [sums[key].out.to(q.dtype), sums[key].lse] for key in other_rows}
         kept: list[Blocks] = [{}, {}, final] if run.remat else [other_rows, other_keys, final]
         node.run, node.kept = run, [[(key, len(blocks[key])) for key in blocks] for blocks in kept]
-        node.save_for_backward(q_BtHD, k_BsKD, v_BsKE, out, lse, *(x for blocks in kept for key in blocks for x in blocks[key]))
+        node.save_for_backward(
+            q_BtHD, k_BsKD, v_BsKE, sinks, out, lse, *(x for blocks in kept for key in blocks for x in blocks[key])
+        )
         lse_BtH = lse.transpose(1, 2)
         node.mark_non_differentiable(lse_BtH)
         return out, lse_BtH
@@ -440,7 +500,7 @@ class _SequenceAttention(torch.autograd.Function):
     def backward(node: Any, g_BtHE: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = node.run
         plan, me, groups, mine = run.plan, run.me, run.plan.head_groups(run.me), run.plan.heads(run.me)
-        q_BtHD, k_BsKD, v_BsKE, out_BtHE, lse, *saved = node.saved_tensors
+        q_BtHD, k_BsKD, v_BsKE, sinks, out_BtHE, lse, *saved = node.saved_tensors
         q, k, v, g, out = (x.transpose(1, 2) for x in (q_BtHD, k_BsKD, v_BsKE, g_BtHE, out_BtHE))
         rest = iter(saved)
         other_rows, other_keys, final = ({key: [next(rest) for _ in range(n)] for key, n in kept} for kept in node.kept)
@@ -456,13 +516,13 @@ class _SequenceAttention(torch.autograd.Function):
         dkv = {key: [_zeros(x, lse.dtype) for x in block] for key, block in keys.items()}
 
         def compute(a: int, b: int) -> None:
-            for part, _ in run.parts(q.shape[0]):
+            for part, seqs in run.parts(q.shape[0]):
                 if tiles := plan.tiles(part, me, a, b):
                     into = Gradients(dq[part, a], *dkv[part, b])
                     (k_b, v_b), table = keys[part, b], run.table_at(rows[part, a], part, b)
                     g_a, out_a, lse_a = upstream[part, a]
-                    q_a = rows[part, a][0]
-                    attend_backward(into, q_a, k_b, v_b, g_a, out_a, lse_a, tiles, groups, run.scale, run.backend, table)
+                    q_a, change = rows[part, a][0], run.change_at(part, seqs, a, b)
+                    attend_backward(into, q_a, k_b, v_b, g_a, out_a, lse_a, tiles, groups, run.scale, run.backend, table, change)
 
         for b in plan.sources(me, 0):  # own rows need nothing that still travels
             compute(me, b)
@@ -484,7 +544,18 @@ class _SequenceAttention(torch.autograd.Function):
         home = _send_gradients(run, dq, dkv, q, k)
         compute(me, me)
         totals = _sum_gradients(run, home(), dq, dkv, q, k, v)
-        return (*(d.transpose(1, 2).to(q.dtype) for d in totals), None)
+        dsinks = None
+        if sinks is not None:  # a key without value: d score = weight (0 - delta), the weight exp(sink - lse)
+            delta = (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+        return (*(d.transpose(1, 2).to(q.dtype) for d in totals), dsinks, None)
+
+
+def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Give every row of out [B, h, T, Dv], lse [B, h, T] one more key without value, in place; a row without keys stays 0."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -493,13 +564,15 @@ def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(B, T, H, D, dtype=dtype, device=like.device).transpose(1, 2)
 
 
-def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor) -> tuple[Tensor, Tensor]:
+def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Outputs to the owners of the rows, merged there by ascending merge coordinate: out [B, t, H, Dv], lse [B, H, t]."""
     plan, me, mail = run.plan, run.me, _Mail(run.axis, "forward")
     own = sums[0, me]
     if not plan.rows_travel and plan.parts == 1 and plan.num_heads(me) == q.shape[1]:
+        if sinks is not None and run.merges:
+            _add_sinks(own.out, own.lse, sinks)
         return own.out.transpose(1, 2).to(q.dtype), own.lse
-    wide, with_lse, Dv = own.out.dtype, run.merges or run.return_lse, own.out.shape[-1]
+    wide, with_lse, Dv = own.out.dtype, run.merges or run.return_lse or sinks is not None, own.out.shape[-1]
     travels = wide if run.merges else q.dtype
     for part, seqs in run.parts(q.shape[0]):
         for s in run.others:
@@ -529,6 +602,10 @@ def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor) -
             else:
                 for place, rows in (pair for pairs in places for pair in pairs):
                     place.copy_(rows)
+    if sinks is not None and run.merges:
+        _add_sinks(whole.out, whole.lse, sinks)
+    elif sinks is not None:  # rows without keys, which nobody computed
+        whole.lse.copy_(torch.where(whole.lse == -torch.inf, sinks.to(wide)[:, None], whole.lse))
     return whole.out.transpose(1, 2).to(q.dtype), whole.lse
 
 
