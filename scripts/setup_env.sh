@@ -165,7 +165,10 @@ _explain() {
     if grep -qi 'No space left on device\|Errno 28\|Disk quota exceeded\|Errno 122' "$log" || _disk_is_full; then
         _fail "The disk is full: torch needs about 1.5 GB without CUDA and 8 GB with it, in $VENV and, while installing," \
             "in ${TMPDIR:-/tmp} (TMPDIR=... names another place)."
-    elif grep -qi 'name resolution\|Name or service not known\|nodename nor servname\|Failed to establish\|NewConnectionError\|Network is unreachable\|Connection refused\|ConnectTimeout\|timed out\|ProxyError\|Connection reset' "$log"; then
+    fi
+    # pip gave up by itself, before it changed anything: the next run may go on from here.
+    [ "$1" = "python -m venv" ] || rm -f "$VENV/tpattn-unfinished"
+    if grep -qi 'name resolution\|Name or service not known\|nodename nor servname\|Failed to establish\|NewConnectionError\|Network is unreachable\|Connection refused\|ConnectTimeout\|timed out\|ProxyError\|Connection reset' "$log"; then
         _fail "The package index did not answer: is there a network, and does a proxy or mirror need PIP_INDEX_URL or HTTPS_PROXY?"
     elif grep -qi 'No matching distribution found for torch\|Could not find a version that satisfies the requirement torch' "$log"; then
         _fail "No such torch for Python $(_version "$VENV/bin/python") on $(uname -s) $(uname -m): TPATTN_TORCH=... chooses another version or index," \

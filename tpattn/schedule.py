@@ -114,7 +114,10 @@ class Schedule:
         return int(self._intervals(0)[0].shape[0])
 
     def _members(self, leg: int, coordinate: int) -> list[int]:
-        return [c for c in range(self.n) if self.coordinates[c][leg] == coordinate]
+        def find() -> list[int]:
+            return [c for c in range(self.n) if self.coordinates[c][leg] == coordinate]
+
+        return self._once(("members", leg, coordinate), find)
 
     def columns(self, c: int) -> Tensor:
         """Global key positions of rank c's merge group, ascending: the columns of a dense table it needs."""
@@ -141,13 +144,13 @@ class Schedule:
 
     def rows(self, part: int, c: int, s: int) -> Ranges:
         """Ranges of rank s's rows that rank c computes (for its heads and keys); empty ones do not travel."""
-        return self._once(("rows", part, c, s), lambda: self._find_rows(part, c, s))
-
-    def _find_rows(self, part: int, c: int, s: int) -> Ranges:
         if self.coordinates[c][1] != self.coordinates[s][1] or not self.num_heads(c):
             return ()
+        m = self.coordinates[c][2]  # ranks that differ in their heads alone need the same rows
+        return self._once(("rows", part, m, s), lambda: self._find_rows(part, self.columns(c), s))
+
+    def _find_rows(self, part: int, columns: Tensor, s: int) -> Ranges:
         lo, hi = (x[part] for x in self._intervals(s))
-        columns = self.columns(c)
         some = (torch.searchsorted(columns, hi) > torch.searchsorted(columns, lo)).any(dim=0)
         edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff()
         starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
@@ -155,12 +158,13 @@ class Schedule:
 
     def keys(self, part: int, c: int, s: int) -> Ranges:
         """Ranges of rank s's keys that rank c reads."""
-        return self._once(("keys", part, c, s), lambda: self._find_keys(part, c, s))
-
-    def _find_keys(self, part: int, c: int, s: int) -> Ranges:
         if self.coordinates[c][2] != self.coordinates[s][2] or not self.num_heads(c):
             return ()
-        starts, stops = self._needed(part, self.coordinates[c][1])
+        r = self.coordinates[c][1]
+        return self._once(("keys", part, r, s), lambda: self._find_keys(part, r, s))
+
+    def _find_keys(self, part: int, r: int, s: int) -> Ranges:
+        starts, stops = self._needed(part, r)
         starts, stops = torch.searchsorted(self.k_positions[s], starts), torch.searchsorted(self.k_positions[s], stops)
         return tuple(zip(*(x.tolist() for x in _union(starts, stops)), strict=True))
 
@@ -294,25 +298,28 @@ class Schedule:
         wide = max(itemsize, 4)
         sums = {"forward in": 0, "forward out": 0, "backward in": 0, "backward out": 0}
         h, k = self.num_heads(c), self.num_kv_heads(c)
+        _, r, m = self.coordinates[c]
         for part in range(self.parts):
             b = batch if self.parts == 1 else 1
-            for s in range(self.n):
-                if s == c:
-                    continue
-                rows_in, keys_in = count(self.rows(part, c, s)), count(self.held(part, c, s))
-                rows_out, keys_out = count(self.rows(part, s, c)), 0 if self.hops(s, c) else count(self.held(part, s, c))
-                hs, ks = self.num_heads(s), self.num_kv_heads(s)
-                sums["forward in"] += b * itemsize * (h * D * rows_in + k * (D + Dv) * keys_in)
-                sums["forward out"] += b * hs * rows_out * (Dv * (wide if merge else itemsize) + wide * (merge or lse))
-                sums["backward in"] += b * h * rows_in * (Dv * itemsize + 2 * wide * merge)
-                sums["backward out"] += b * hs * rows_out * D * (wide if self.several_dq else itemsize)
-                sums["backward out"] += b * ks * keys_out * (D + Dv) * (wide if self.several_dkv else itemsize)
-                if self.hops(c, s):  # keys come again, then the sums of those that were here before
-                    sums["backward in"] += b * itemsize * k * (D + Dv) * keys_in
-                    sums["backward out"] += b * wide * k * (D + Dv) * keys_in * (self.hops(c, s) > 1)
+            for s in self._members(1, r):  # rows travel among these, keys among those below
+                if s != c:
+                    rows_in, rows_out = count(self.rows(part, c, s)), self.num_heads(s) * count(self.rows(part, s, c))
+                    sums["forward in"] += b * itemsize * h * D * rows_in
+                    sums["forward out"] += b * rows_out * (Dv * (wide if merge else itemsize) + wide * (merge or lse))
+                    sums["backward in"] += b * h * rows_in * (Dv * itemsize + 2 * wide * merge)
+                    sums["backward out"] += b * rows_out * D * (wide if self.several_dq else itemsize)
+            for s in self._members(2, m):
+                if s != c:
+                    keys_in = b * k * (D + Dv) * count(self.held(part, c, s))
+                    sums["forward in"] += itemsize * keys_in
+                    if self.hops(c, s):  # keys come again, then the sums of those who had them before
+                        sums["backward in"] += itemsize * keys_in
+                        sums["backward out"] += wide * keys_in * (self.hops(c, s) > 1)
+                    else:
+                        keys_out = b * self.num_kv_heads(s) * (D + Dv) * count(self.held(part, s, c))
+                        sums["backward out"] += keys_out * (wide if self.several_dkv else itemsize)
             if self.rotates:  # what leaves the ring comes home once: all that the first visitor held
-                first = self.neighbour(c, 1)
-                home = sum(count(self.held(part, first, s)) for s in [*self.sources(c, 0), c])
+                home = sum(count(self.held(part, self.neighbour(c, 1), s)) for s in [*self.sources(c, 0), c])
                 sums["backward out"] += b * wide * k * (D + Dv) * home
         return sums
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from tpattn.errors import Unsupported
 from tpattn.kernels import Accumulator, Backend, Change, Gradients, attend, attend_backward, choose, merge, stand_in
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
-from tpattn.mesh import ParallelContext
 from tpattn.random import RandomKey
 from tpattn.schedule import Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
 
@@ -27,12 +26,20 @@ Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, head
 Sums = dict[tuple[Any, ...], Tensor]
 
 
+class SharesTokens(Protocol):
+    """What this room needs of a context: a `ParallelContext`, or anything else with an axis `cp`."""
+
+    @property
+    def cp(self) -> comm.Group:
+        """The ranks that share the tokens of a sequence."""
+
+
 def sequence_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    ctx: ParallelContext,
+    ctx: SharesTokens,
     mask: Mask | None = None,
     layout: SequenceLayout | None = None,
     kv_layout: SequenceLayout | None = None,
