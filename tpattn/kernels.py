@@ -273,7 +273,8 @@ class CpuFlash(Backend):
 
     Guards (torch 2.13): empty tensors kill the process, so they never get here; a fully masked row reports lse 0.0; masks are
     additive in q's dtype; Dv must equal D, so the narrower side is padded with zeros, which change neither scores nor outputs;
-    a last dimension that is not contiguous is read as if it were (numbers from other memory), so such a tensor is copied.
+    a last dimension that is not contiguous is read as if it were (numbers from other memory), so such a tensor is copied; its
+    causal flag multiplies -inf by the scale, so a scale of 0 or less goes into q.
     """
 
     name = "cpu_flash"
@@ -297,6 +298,12 @@ class CpuFlash(Backend):
         return [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *like_v)]
 
     @staticmethod
+    def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
+        """q, scale and sign: sign * q times a positive scale is what the caller's q and scale are."""
+        sign = (scale > 0) - (scale < 0)
+        return (q, scale, sign) if sign == 1 else (q * sign, abs(scale) or 1.0, sign)
+
+    @staticmethod
     def _additive(mask: Tensor | str | None, dtype: torch.dtype) -> Tensor | None:
         if mask is None or isinstance(mask, str):
             return None
@@ -306,6 +313,7 @@ class CpuFlash(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
     ) -> tuple[Tensor, Tensor]:
         Dv = v.shape[-1]
+        q, scale, _ = self._positive(q, scale)
         q, k, v = self._pad(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, isinstance(mask, str), attn_mask=self._additive(mask, q.dtype), scale=scale
@@ -327,13 +335,14 @@ class CpuFlash(Backend):
         change: Change | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         D, Dv = q.shape[-1], v.shape[-1]
+        q, scale, sign = self._positive(q, scale)
         q, k, v, g, out = self._pad(q, k, v, g, out)
         if isinstance(mask, Tensor):
             lse = torch.where(lse == -torch.inf, 0.0, lse)  # the row has no key anywhere, so none here: exp(-inf - 0) = 0
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, isinstance(mask, str), attn_mask=self._additive(mask, q.dtype), scale=scale
         )
-        return dq[..., :D], dk[..., :D], dv[..., :Dv]
+        return dq[..., :D] if sign == 1 else dq[..., :D] * sign, dk[..., :D], dv[..., :Dv]
 
 
 _BACKENDS: tuple[Backend, ...] = (CpuFlash(), Math())
