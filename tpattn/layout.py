@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,28 @@ class SequenceLayout:
         everyone = torch.arange(T)
         owner = everyone.div(block, rounding_mode="floor") % n
         return SequenceLayout("striped", T, [everyone[owner == r] for r in range(n)], block)
+
+    @staticmethod
+    def balanced(mask: _HasIntervals, T: int, n: int, block: int = 128) -> SequenceLayout:
+        """Shares of equal size whose attention work under `mask` is equal too: at most 1.05 times the mean where blocks allow it.
+
+        Starts from contiguous and from zigzag shares of whole blocks, swaps blocks between a heavy and a light rank until the
+        work is even, and keeps the one whose ranks need fewer keys of others. The same on every rank: a function of its
+        arguments. Token counts differ by at most one block. A part of the mask in a dense table counts as "everything".
+
+        mask        a value of tpattn.masks (one for all sequences, or the sum over those of a batch)
+        block       tokens that stay together; edges lie at its multiples
+        """
+        _check_sizes(T, n, block)
+        everyone = torch.arange(T)
+        lo, hi = mask.structure().intervals(everyone, T)
+        pieces = list(everyone.split(block)) if T else []
+        work = torch.stack([w.sum() for w in (hi - lo).sum((0, 1)).split(block)]) if T else everyone
+        starts = [_equal_blocks(len(pieces), n, zigzag) for zigzag in (False, True)]
+        owners = [_even_out(owner, work.double(), n) for owner in starts]
+        best = min(owners, key=lambda owner: _unevenness_and_traffic(owner, work.double(), n, lo, hi, block))
+        shares = [torch.cat([p for p, o in zip(pieces, best.tolist(), strict=True) if o == r] or [everyone[:0]]) for r in range(n)]
+        return SequenceLayout("balanced", T, shares, block)
 
     @staticmethod
     def of_lengths(lengths: Sequence[int]) -> SequenceLayout:
@@ -119,7 +142,7 @@ class SequenceLayout:
     def _key(self) -> tuple[object, ...]:
         if self.kind == "of_lengths":
             return self.kind, self.sizes
-        if self.kind != "of":
+        if self.kind not in ("of", "balanced"):
             return self.kind, self.T, self.n, self.block
         bytes_ = self.rank_order.numpy().tobytes()
         return self.kind, self.sizes, hashlib.sha256(bytes_).hexdigest()
@@ -143,6 +166,92 @@ def _integers(positions: Sequence[int] | Tensor, rank: int) -> Tensor:
             f"SequenceLayout.of: the positions of rank {rank} must be one list of integers, got {p.dtype} {list(p.shape)}"
         )
     return p.to(torch.int64)
+
+
+class _HasIntervals(Protocol):
+    """What `balanced` needs of a mask (masks are a room above)."""
+
+    def structure(self) -> Any: ...  # noqa: D102
+
+
+_EVEN = 1.05  # most work of a rank, as a multiple of the mean, that needs no further swap
+_SPLIT_COST = 0.01  # what one more boundary between blocks of other ranks weighs against unevenness
+
+
+def _equal_blocks(blocks: int, n: int, zigzag: bool) -> Tensor:
+    """Owner of each block: contiguous shares, or an early and a late one each; sizes differ by at most one block."""
+    if not zigzag:
+        return torch.repeat_interleave(torch.arange(n), torch.tensor(split_sizes(blocks, n)))
+    halves = split_sizes(blocks, 2 * n)
+    ranks = [*range(n), *reversed(range(n))]
+    counts = [halves[i] for i in range(2 * n)]
+    owner = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(counts))
+    for r, size in enumerate(split_sizes(blocks, n)):  # even out a block here and there
+        while (more := int((owner == r).sum()) - size) > 0:
+            short = next(q for q in range(n) if int((owner == q).sum()) < split_sizes(blocks, n)[q])
+            owner[torch.nonzero(owner == r).flatten()[-1]] = short
+            del more
+    return owner
+
+
+def _even_out(owner: Tensor, work: Tensor, n: int) -> Tensor:
+    """Swap blocks of the heaviest rank with blocks of a lighter one until the work is even or no swap helps."""
+    owner = owner.clone()
+    loads = torch.zeros(n, dtype=torch.float64).index_add_(0, owner, work)
+    mean = float(loads.mean())
+    for _ in range(8 * owner.numel()):
+        heavy = int(loads.argmax())
+        if mean == 0 or float(loads[heavy]) <= _EVEN * mean:
+            break
+        mine = torch.nonzero(owner == heavy).flatten()
+        lighter = torch.argsort(loads)[: max(1, n // 2)]
+        theirs = torch.nonzero(torch.isin(owner, lighter) & (owner != heavy)).flatten()
+        if not mine.numel() or not theirs.numel():
+            break
+        moved = work[mine][:, None] - work[theirs][None]
+        loads_a, loads_b = loads[heavy] - moved, loads[owner[theirs]][None] + moved
+        worst = torch.maximum(loads_a, loads_b) / mean
+        cost = worst + _SPLIT_COST * _boundaries(owner, mine, theirs, heavy)
+        cost = torch.where(worst < float(loads[heavy]) / mean - 1e-12, cost, torch.inf)
+        best = int(cost.argmin())
+        if not bool(torch.isfinite(cost.flatten()[best])):
+            break
+        a, b = mine[best // theirs.numel()], theirs[best % theirs.numel()]
+        other = int(owner[b])
+        loads[heavy] -= work[a] - work[b]
+        loads[other] += work[a] - work[b]
+        owner[a], owner[b] = other, heavy
+    return owner
+
+
+def _boundaries(owner: Tensor, mine: Tensor, theirs: Tensor, heavy: int) -> Tensor:
+    """How many boundaries between neighbouring blocks of two ranks each swap would add: [mine, theirs]."""
+    padded = torch.nn.functional.pad(owner, (1, 1), value=-1)
+
+    def beside(blocks: Tensor, rank: Tensor) -> Tensor:
+        return (padded[blocks] == rank).double() + (padded[blocks + 2] == rank).double()
+
+    other = owner[theirs]
+    lost = beside(mine, torch.tensor(heavy))[:, None] + beside(theirs, other)[None]
+    gained = beside(mine[:, None], other[None]) + beside(theirs, torch.tensor(heavy))[None]
+    return lost - gained
+
+
+def _unevenness_and_traffic(owner: Tensor, work: Tensor, n: int, lo: Tensor, hi: Tensor, block: int) -> tuple[bool, float]:
+    """Whether the work is uneven, then how many keys of others the ranks need together."""
+    loads = torch.zeros(n, dtype=torch.float64).index_add_(0, owner, work)
+    uneven = float(loads.max()) > _EVEN * float(loads.mean())
+    T = lo.shape[-1]
+    rank_of = owner.repeat_interleave(block)[:T]
+    total = 0.0
+    for r in range(n):
+        rows = rank_of == r
+        edges = torch.zeros(T + 1, dtype=torch.int64)
+        a, b = lo[..., rows].flatten(), hi[..., rows].flatten()
+        edges.index_add_(0, a[b > a], torch.ones_like(a[b > a]))
+        edges.index_add_(0, b[b > a], -torch.ones_like(b[b > a]))
+        total += float(((edges.cumsum(0)[:T] > 0) & ~rows).sum())
+    return uneven, total
 
 
 def split_sizes(size: int, n: int) -> list[int]:
