@@ -7,10 +7,10 @@ share it, `t` one rank's share.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -72,7 +72,9 @@ class SequenceLayout:
         starts = [_equal_blocks(len(pieces), n, zigzag) for zigzag in (False, True)]
         owners = [_even_out(owner, work.double(), n) for owner in starts]
         best = min(owners, key=lambda owner: _unevenness_and_traffic(owner, work.double(), n, lo, hi, block))
-        shares = [torch.cat([p for p, o in zip(pieces, best.tolist(), strict=True) if o == r] or [everyone[:0]]) for r in range(n)]
+        shares = [
+            torch.cat([p for p, o in zip(pieces, best.tolist(), strict=True) if o == r] or [everyone[:0]]) for r in range(n)
+        ]
         return SequenceLayout("balanced", T, shares, block)
 
     @staticmethod
@@ -184,13 +186,11 @@ def _equal_blocks(blocks: int, n: int, zigzag: bool) -> Tensor:
         return torch.repeat_interleave(torch.arange(n), torch.tensor(split_sizes(blocks, n)))
     halves = split_sizes(blocks, 2 * n)
     ranks = [*range(n), *reversed(range(n))]
-    counts = [halves[i] for i in range(2 * n)]
-    owner = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(counts))
+    owner = torch.repeat_interleave(torch.tensor(ranks), torch.tensor(halves))
     for r, size in enumerate(split_sizes(blocks, n)):  # even out a block here and there
-        while (more := int((owner == r).sum()) - size) > 0:
+        while int((owner == r).sum()) > size:
             short = next(q for q in range(n) if int((owner == q).sum()) < split_sizes(blocks, n)[q])
             owner[torch.nonzero(owner == r).flatten()[-1]] = short
-            del more
     return owner
 
 
@@ -294,6 +294,7 @@ class AttentionGrid:
     ulysses: int = 1
     ring: int = 1
     merge: int = 1
+    choose: ClassVar[Callable[..., Any]]  # (layout, mask, num_heads, num_kv_heads, head_dim) -> Choice; made in `schedule`
 
     def __post_init__(self) -> None:
         sizes = {"ulysses": self.ulysses, "ring": self.ring, "merge": self.merge}

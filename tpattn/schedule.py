@@ -501,6 +501,55 @@ def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
 # ---- choosing a grid -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """One grid as `choose_grid` sees it.
+
+    unevenness  most work of a rank as a multiple of the mean
+    bytes       that the rank with the most receives, forward and backward, for one sequence
+    messages    collectives of one call, forward and backward
+    """
+
+    grid: AttentionGrid
+    unevenness: float
+    bytes: int
+    messages: int
+
+    def cost(self) -> tuple[int, int, int, int]:
+        """What decides among grids of even work: bytes, then messages, then the legs that hold more in memory."""
+        return self.bytes, self.messages, self.grid.merge, self.grid.ring
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Every grid of a problem, and the one taken."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def grid(self) -> AttentionGrid:
+        """The grid that sends least among those within 5 % of the best balance of work."""
+        return self._taken().grid
+
+    def _limit(self) -> float:
+        return 1.05 * min(c.unevenness for c in self.candidates)
+
+    def _taken(self) -> Candidate:
+        return min((c for c in self.candidates if c.unevenness <= self._limit()), key=Candidate.cost)
+
+    def explain(self) -> str:
+        """Why: a line for each grid, best first, with what it would send and how even its work would be."""
+        taken, limit = self._taken(), self._limit()
+        head = f"{'ulysses x ring x merge':<24}{'work, max / mean':>18}{'MiB received':>14}{'messages':>10}"
+        lines = [head]
+        for c in sorted(self.candidates, key=lambda c: (c.unevenness > limit, c.cost())):
+            name = f"{c.grid.ulysses} x {c.grid.ring} x {c.grid.merge}"
+            why = "taken" if c is taken else "work too uneven" if c.unevenness > limit else ""
+            lines.append(f"{name:<24}{c.unevenness:>18.3f}{c.bytes / 2**20:>14.2f}{c.messages:>10}  {why}".rstrip())
+        lines.append(f"least bytes among grids within 5 % of the best balance ({limit / 1.05:.3f}); the largest rank counts")
+        return "\n".join(lines)
+
+
 def choose_grid(
     q_layout: SequenceLayout,
     kv_layout: SequenceLayout,
@@ -510,12 +559,10 @@ def choose_grid(
     D: int,
     Dv: int,
     itemsize: int,
-) -> AttentionGrid:
-    """The grid that sends least among those within 5 % of the best balance of work; fewer messages decide a tie.
-
-    "Sends" is the largest rank's bytes received, forward and backward together.
-    """
-    return _choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize)
+    transport: str = "exchange",
+) -> Choice:
+    """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes."""
+    return _choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize, transport)
 
 
 @lru_cache(maxsize=256)
@@ -528,18 +575,36 @@ def _choose_grid(
     D: int,
     Dv: int,
     itemsize: int,
-) -> AttentionGrid:
-    n = q_layout.n
-    found = []
+    transport: str,
+) -> Choice:
+    n, found = q_layout.n, []
     for grid in AttentionGrid.all_of(n):
-        plan = schedule(Spec(q_layout, kv_layout, mask, False, grid, num_heads, num_kv_heads))
+        plan = schedule(Spec(q_layout, kv_layout, mask, False, grid, num_heads, num_kv_heads, transport))
         work = [plan.work(c) for c in range(n)]
-        balance = max(work) * n / max(1, sum(work))
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
-        messages = 2 * plan.inputs_travel + 2 * plan.rows_travel
-        found.append((balance, bytes_, messages, grid.merge, grid.ring, grid))
-    limit = 1.05 * min(f[0] for f in found)
-    return min((f for f in found if f[0] <= limit), key=lambda f: f[1:5])[-1]
+        messages = 2 * plan.inputs_travel + 2 * plan.rows_travel + (4 * grid.ring - 5 if plan.rotates else 0)
+        found.append(Candidate(grid, max(work) * n / max(1, sum(work)), bytes_, messages))
+    return Choice(tuple(found))
+
+
+def _choose(
+    layout: SequenceLayout,
+    mask: Mask,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    kv_layout: SequenceLayout | None = None,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    transport: str = "exchange",
+) -> Choice:
+    """What grid="auto" would take for these layouts, mask, heads and dtype, with `.explain()` to say why."""
+    Dv = head_dim if value_dim is None else value_dim
+    return choose_grid(layout, kv_layout or layout, mask, num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport)
+
+
+AttentionGrid.choose = staticmethod(_choose)  # declared there, made here: choosing needs masks, work and bytes
 
 
 def resolve_grid(
@@ -552,6 +617,7 @@ def resolve_grid(
     D: int,
     Dv: int,
     itemsize: int,
+    transport: str = "exchange",
 ) -> AttentionGrid:
     """`grid` as an AttentionGrid of the layout's ranks; "auto" is chosen by `choose_grid`.
 
@@ -563,4 +629,4 @@ def resolve_grid(
         raise Unsupported(f"grid={grid!r} must be an AttentionGrid(ulysses=, ring=, merge=) or the word auto")
     if q_layout.n == 1:
         return AttentionGrid()
-    return choose_grid(q_layout, kv_layout, mask, num_heads, num_kv_heads, D, Dv, itemsize)
+    return choose_grid(q_layout, kv_layout, mask, num_heads, num_kv_heads, D, Dv, itemsize, transport).grid

@@ -94,8 +94,8 @@ def sequence_attention(
     B, t, H, D = q.shape
     K, Dv = k.shape[2], v.shape[3]
     mask.check(B, H, t, kv_layout.T)
-    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size())
     way = "rotate" if transport == "rotate" else "exchange"
+    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way)
     plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way))
     q_order, k_order = _ascending(q_layout, axis.rank), _ascending(kv_layout, axis.rank)
     if q_order is not None:
@@ -403,7 +403,7 @@ class _Ring:
         return blocks
 
     def pass_on(self, hops: int, dkv: Blocks) -> None:
-        """Add the sums that came with the blocks of step `hops`; rows that others still read go on to them, the rest goes home."""
+        """Add the sums that came with step `hops`; rows that others still read go on to them, the rest goes home."""
         plan, me, last = self.run.plan, self.run.me, hops == self.run.plan.spec.grid.ring - 1
         if hops > 1:
             for key, sums in self.waits.pop(("sums", hops))().items():
