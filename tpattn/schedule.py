@@ -24,6 +24,8 @@ from tpattn.masks import Mask
 Ranges = tuple[tuple[int, int], ...]
 EDGE = 128  # side in tokens of the blocks in which rows with irregular limits are computed
 _SHORT = 32  # runs of fewer rows are joined into such blocks
+FIXED = 256  # rows of one call under `fixed`, whole blocks of global positions
+ALL = -1  # stands for all ranks' keys joined in one block, ascending
 _TABLE_KEYS = 2048  # most keys of one tile whose table is looked at
 
 
@@ -43,6 +45,7 @@ class Spec:
     num_heads: int
     num_kv_heads: int
     transport: str = "exchange"
+    fixed: bool = False  # deterministic: the same calls for the same rows, however tokens are divided
 
 
 @lru_cache(maxsize=128)
@@ -152,6 +155,9 @@ class Schedule:
     def _find_rows(self, part: int, columns: Tensor, s: int) -> Ranges:
         lo, hi = (x[part] for x in self._intervals(s))
         some = (torch.searchsorted(columns, hi) > torch.searchsorted(columns, lo)).any(dim=0)
+        if self.spec.fixed:  # whole blocks travel, or the same rows would meet other numbers of rows in a call
+            block = self.q_positions[s] // FIXED
+            some = torch.isin(block, block[some])
         edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff()
         starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
         return tuple(zip(starts, stops, strict=True))
@@ -258,17 +264,43 @@ class Schedule:
             return torch.arange(positions.numel())
         return torch.cat([torch.arange(*r) for r in ranges]) if ranges else torch.empty(0, dtype=torch.int64)
 
+    @cached_property
+    def whole_blocks(self) -> bool:
+        """Whether every block of FIXED neighbouring rows lies on one rank, as `fixed` needs."""
+        blocks = [torch.unique(p // FIXED) for p in self.q_positions]
+        return sum(b.numel() for b in blocks) == -(-self.spec.q_layout.T // FIXED)
+
+    def early(self, c: int) -> list[int]:
+        """Key sources that are here from the start."""
+        return [] if self.spec.fixed else [c]
+
+    def later(self, c: int) -> list[int]:
+        """Key sources that are here after the exchange of inputs."""
+        return [ALL] if self.spec.fixed else self.sources(c, 0)
+
+    def joined(self, part: int, c: int) -> tuple[list[int], Tensor]:
+        """The ranks whose keys rank c holds, and the order that sorts their keys, end to end, by position."""
+
+        def find() -> tuple[list[int], Tensor]:
+            sources = sorted([c, *(s for s in self.sources(c, 0) if self.held(part, c, s))])
+            return sources, torch.cat([self.key_positions(part, c, s) for s in sources]).argsort()
+
+        return self._once(("joined", part, c), find)
+
     def row_positions(self, part: int, c: int, a: int) -> Tensor:
         """Global positions of rank a's rows as rank c holds them: [T]."""
         return self.q_positions[a][self._indices(self.rows(part, c, a), a == c, self.q_positions[a])]
 
     def key_positions(self, part: int, c: int, b: int) -> Tensor:
         """Global positions of rank b's keys as rank c holds them: [S]."""
+        if b == ALL:
+            sources, order = self.joined(part, c)
+            return torch.cat([self.key_positions(part, c, s) for s in sources])[order]
         return self.k_positions[b][self._indices(self.held(part, c, b), b == c, self.k_positions[b])]
 
     def _find_tiles(self, part: int, c: int, a: int, b: int) -> list[Tile]:
         rows = self.rows(part, c, a)
-        if not rows or not self.keys(part, c, b):
+        if not rows or (b != ALL and not self.keys(part, c, b)):
             return []
         row_index = self._indices(rows, a == c, self.q_positions[a])
         key_positions = self.key_positions(part, c, b)
@@ -276,7 +308,10 @@ class Schedule:
         tiles: list[Tile] = []
         for i in range(lo.shape[0]):
             first, last = torch.searchsorted(key_positions, lo[i]), torch.searchsorted(key_positions, hi[i])
-            tiles += table_tiles(first, last) if self.spec.has_table else find_tiles(first, last)
+            if self.spec.fixed:
+                tiles += fixed_tiles(first, last, self.q_positions[a][row_index] // FIXED, self.spec.has_table)
+            else:
+                tiles += table_tiles(first, last) if self.spec.has_table else find_tiles(first, last)
         return tiles
 
     def work(self, c: int) -> int:
@@ -423,6 +458,31 @@ def _ragged(lo: Tensor, hi: Tensor, row: int, rows: int) -> list[Tile]:
             first = (lo - start).clamp(0, stop - start)
             last = torch.maximum((hi - start).clamp(0, stop - start), first)
             tiles.append(Tile("ragged", row, rows, start, stop - start, first, last))
+    return tiles
+
+
+def fixed_tiles(lo: Tensor, hi: Tensor, block: Tensor, table: bool) -> list[Tile]:
+    """Tiles that depend on the limits of whole row blocks alone; lo, hi, block int64 [rows].
+
+    Each block of rows is computed run by run of the keys that any of its rows reads: what all rows read in one call, then the rest.
+    """
+    tiles = []
+    for b in torch.unique_consecutive(block).tolist():
+        row = int(torch.nonzero(block == b)[0])
+        rows = int((block == b).sum())
+        first, last = lo[row : row + rows], hi[row : row + rows]
+        for start, stop in zip(*(x.tolist() for x in _union(first, last)), strict=True):
+            left = first.clamp(start, stop) - start
+            right = torch.maximum(last.clamp(start, stop) - start, left)
+            inner, outer = int(left.max()), int(right.min())
+            cuts = [0, inner, outer, stop - start] if outer > inner and not table else [0, stop - start]
+            for a, e in zip(cuts[:-1], cuts[1:], strict=True):
+                lo_here = left.clamp(a, e) - a
+                hi_here = torch.maximum(right.clamp(a, e) - a, lo_here)
+                if e > a and not table and bool((lo_here == 0).all() and (hi_here == e - a).all()):
+                    tiles.append(Tile("full", row, rows, start + a, e - a))
+                elif e > a:
+                    tiles.append(Tile("ragged", row, rows, start + a, e - a, lo_here, hi_here, table))
     return tiles
 
 

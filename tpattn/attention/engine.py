@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tpattn import comm
 from tpattn.errors import Unsupported
-from tpattn.kernels import Accumulator, Backend, Change, Gradients, attend, attend_backward, choose, merge, stand_in
+from tpattn.kernels import Accumulator, Backend, Change, Gradients, Tile, attend, attend_backward, choose, merge, stand_in
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.random import RandomKey
-from tpattn.schedule import Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
+from tpattn.schedule import ALL, FIXED, Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
 Sums = dict[tuple[Any, ...], Tensor]
@@ -52,6 +52,7 @@ def sequence_attention(
     dropout: tuple[float, RandomKey] | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
+    deterministic: bool = False,
     remat: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of this rank's queries over the keys of all ranks of `ctx.cp`.
@@ -71,6 +72,9 @@ def sequence_attention(
                 part of this rank's rows; `finish_gradients` sums it
     dropout     (p, key): softmax weights are dropped by (key, sequence, head, positions) alone, the same on every grid
     kernel      auto, or a name of `tpattn.kernels.available()`; softcap, ALiBi and dropout need math
+    deterministic  out, lse and dq have the same bits on any number of ranks when the edges of the shares are multiples of 256
+                (layouts take block=256): rows are computed in blocks of 256, each over the same calls. dk and dv too for
+                contiguous shares of equally many blocks on a power of two of ranks, when no key head is read by two ranks
     remat       keys and rows of others are fetched again in backward instead of kept
     returns     [B, t, H, Dv] in the dtype of q; with return_lse also lse [B, t, H] (float32; float64 for float64), no gradient.
                 A row that may read no key gives 0, lse -inf and gradient 0
@@ -96,7 +100,12 @@ def sequence_attention(
     mask.check(B, H, t, kv_layout.T)
     way = "rotate" if transport == "rotate" else "exchange"
     found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way)
-    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way))
+    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic))
+    if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
+        raise Unsupported(
+            f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, got "
+            f"{transport}, {found} and {q_layout!r}; SequenceLayout.contiguous(T, n, block={FIXED}) has such edges, zigzag too"
+        )
     q_order, k_order = _ascending(q_layout, axis.rank), _ascending(kv_layout, axis.rank)
     if q_order is not None:
         q = q.index_select(1, q_order)
@@ -253,7 +262,7 @@ class _Run:
             return None
         positions = self.plan.k_positions[b]
         if b != self.me:
-            positions = torch.cat([positions[slice(*r)] for r in self.plan.held(part, self.me, b)])
+            positions = self.plan.key_positions(part, self.me, b)
         return rows[1][..., torch.searchsorted(self.plan.columns(self.me), positions).to(rows[1].device)]
 
 
@@ -471,14 +480,16 @@ class _SequenceAttention(torch.autograd.Function):
                 sums[key] = Accumulator(block.shape[:3], v.shape[3], block)
 
         accumulate(rows)
-        compute(me, me)
+        for b in plan.early(me):
+            compute(me, b)
         other_rows, other_keys = wait()
         accumulate(other_rows)
         rows.update(other_rows)
         keys.update(other_keys)
         ring = _Ring(run, keys, "forward")
+        _join(run, keys)
         for a in (*run.others, me):
-            for b in (me, *plan.sources(me, 0)):
+            for b in (*plan.early(me), *plan.later(me)):
                 if (a, b) != (me, me):
                     compute(a, b)
         for hops in ring.steps:
@@ -520,7 +531,7 @@ class _SequenceAttention(torch.autograd.Function):
         wait = _send_upstream(run, g, out, lse)
         upstream = {(p, me): [x[seqs, mine] for x in (g, out, lse)] for p, seqs in run.parts(q.shape[0])}  # dO, out, lse of rows
         dq = {key: _zeros(block[0], lse.dtype) for key, block in rows.items()}
-        dkv = {key: [_zeros(x, lse.dtype) for x in block] for key, block in keys.items()}
+        dkv = {key: [_zeros(x, lse.dtype) for x in block] for key, block in keys.items() if key[1] != ALL}
 
         def compute(a: int, b: int) -> None:
             for part, seqs in run.parts(q.shape[0]):
@@ -531,7 +542,8 @@ class _SequenceAttention(torch.autograd.Function):
                     q_a, change = rows[part, a][0], run.change_at(part, seqs, a, b)
                     attend_backward(into, q_a, k_b, v_b, g_a, out_a, lse_a, tiles, groups, run.scale, run.backend, table, change)
 
-        for b in plan.sources(me, 0):  # own rows need nothing that still travels
+        _join(run, keys)
+        for b in plan.later(me) if plan.early(me) else ():  # own rows need nothing that still travels
             compute(me, b)
         for key, (g_a, *numbers) in wait().items():
             upstream[key] = [g_a, stand_in(g_a, numbers[1]), numbers[0]] if run.merges else [g_a, *final[key]]
@@ -544,18 +556,64 @@ class _SequenceAttention(torch.autograd.Function):
                     compute(a, b)
             ring.pass_on(hops, dkv)
             ring.drop(hops, keys, dkv)
-        for a in run.others:
-            for b in (*plan.sources(me, 0), me):
+        for a in run.others if plan.early(me) else ():
+            for b in (*plan.later(me), me):
                 compute(a, b)
+        if plan.spec.fixed:
+            _fixed_backward(run, rows, keys, upstream, dq, dkv)
         ring.come_home(dkv)
         home = _send_gradients(run, dq, dkv, q, k)
-        compute(me, me)
+        for b in plan.early(me):
+            compute(me, b)
         totals = _sum_gradients(run, home(), dq, dkv, q, k, v)
         dsinks = None
         if sinks is not None:  # a key without value: d score = weight (0 - delta), the weight exp(sink - lse)
             delta = (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return (*(d.transpose(1, 2).to(q.dtype) for d in totals), dsinks, None)
+
+
+def _join(run: _Run, keys: Blocks) -> None:
+    """Under `fixed`: all keys that are here as one block in ascending order, in `keys` under ALL."""
+    if run.plan.spec.fixed:
+        for part in range(run.plan.parts):
+            sources, order = run.plan.joined(part, run.me)
+            whole = [torch.cat([keys[part, s][i] for s in sources], dim=2) for i in range(2)]
+            in_order = bool((order[1:] > order[:-1]).all())
+            keys[part, ALL] = whole if in_order else [x.index_select(2, order.to(x.device)) for x in whole]
+
+
+def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq: Sums, dkv: Blocks) -> None:
+    """All gradients of this rank, with dk and dv summed over row blocks by halves of their number, as any rank count does."""
+    plan, me, groups = run.plan, run.me, run.plan.head_groups(run.me)
+    for part, seqs in run.parts(sum(x[0].shape[0] for (_, s), x in rows.items() if s == me)):
+        k, v = keys[part, ALL]
+        jobs: dict[int, list[tuple[int, Tile]]] = {}  # block of rows -> its (rank of the rows, tile)
+        for a in sorted(r for p, r in rows if p == part):
+            first = plan.row_positions(part, me, a)
+            for tile in plan.tiles(part, me, a, ALL):
+                jobs.setdefault(int(first[tile.row]) // FIXED, []).append((a, tile))
+
+        def total(blocks: list[int], part: int = part, seqs: slice = seqs, jobs: Any = jobs) -> list[Tensor]:
+            if len(blocks) > 1:
+                half = (len(blocks) + 1) // 2
+                left, right = total(blocks[:half]), total(blocks[half:])
+                return [x.add_(y) for x, y in zip(left, right, strict=True)]
+            sums = [_zeros(x, dq[part, me].dtype) for x in keys[part, ALL]]
+            for a, tile in (job for b in blocks for job in jobs[b]):
+                table, change = run.table_at(rows[part, a], part, ALL), run.change_at(part, seqs, a, ALL)
+                g, out, lse = upstream[part, a]
+                into = Gradients(dq[part, a], *sums)
+                k, v = keys[part, ALL]
+                attend_backward(into, rows[part, a][0], k, v, g, out, lse, [tile], groups, run.scale, run.backend, table, change)
+            return sums
+
+        sources, order = plan.joined(part, me)
+        back = order.argsort().to(k.device)
+        sizes = [keys[part, s][0].shape[2] for s in sources]
+        for i, x in enumerate(total(sorted(jobs))):
+            for s, piece in zip(sources, x.index_select(2, back).split(sizes, dim=2), strict=True):
+                dkv[part, s][i] = piece
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -661,9 +719,13 @@ def _sum_gradients(
     wide = dq[0, me].dtype
     if not got and plan.parts == 1 and plan.num_heads(me) == q.shape[1]:
         return dq[0, me], dkv[0, me][0], dkv[0, me][1]
+    shares = []  # one rank's part of dq, dk, dv at a time
     totals = _zeros(q, wide), _zeros(k, wide), _zeros(v, wide)
-    for part, seqs in run.parts(q.shape[0]):
-        for c in range(run.axis.size):
+    for c in range(run.axis.size):
+        if plan.spec.fixed:
+            totals = _zeros(q, wide), _zeros(k, wide), _zeros(v, wide)
+            shares.append(totals)
+        for part, seqs in run.parts(q.shape[0]):
             heads = plan.heads(c), plan.kv_heads(c), plan.kv_heads(c)
             homes = [x[seqs, h] for x, h in zip(totals, heads, strict=True)]
             if c == me:
@@ -677,4 +739,8 @@ def _sum_gradients(
             for (home, ranges), piece in zip(arrived, pieces, strict=True):
                 for place, rows in _places(home, ranges, piece):
                     place.add_(rows)
+    while len(shares) > 1:  # by halves, as the sums over blocks
+        pairs = [shares[i : i + 2] for i in range(0, len(shares), 2)]
+        shares = [tuple(sum(x) for x in zip(*pair, strict=True)) for pair in pairs]
+    totals = shares[0] if shares else totals
     return totals
