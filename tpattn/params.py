@@ -148,7 +148,8 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, s
 class _Gradients:
     """What is known of the gradients of one parameter between its backward and the optimizer's step."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp: comm.Group) -> None:
+        self.tp = tp  # its context's; the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes)
         self.raw = False  # a backward has added this rank's part
         self.finished: Tensor | None = None  # the gradient that finish_gradients has completed
         self.mixed = False  # a backward has added to a completed gradient
@@ -164,7 +165,7 @@ def track(parameter: Tensor, ctx: ParallelContext) -> None:
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
         ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
-    state = _Gradients()
+    state = _Gradients(ctx.tp)
     _gradients[parameter] = state
 
     def after_backward(p: Tensor) -> None:
