@@ -6,8 +6,8 @@ Python paths (`_target_`) are refused, so a config from anybody calls nothing bu
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,8 @@ def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
     grid: Any = "auto" if "auto" in legs else dict(zip(("ulysses", "ring", "merge"), legs, strict=True))
     for name, key, value, default in (
         ("seed", "train.seed", cfg.train.seed, None),
-        ("dtype", "train.dtype", cfg.train.dtype, "float32"),
+        ("dtype", "train.dtype", "float64" if cfg.train.dtype == "float64" else "float32", "float32"),  # of the parameters
+        ("compute_dtype", "train.dtype", cfg.train.dtype, "float32"),
         ("grid", "attention.ulysses, ring, merge", grid, "auto"),
         ("transport", "attention.transport", cfg.attention.transport, "auto"),
         ("sequence_parallel", "parallel.sequence_parallel", cfg.parallel.sequence_parallel, False),
@@ -80,8 +81,9 @@ def _make(name: Any, arguments: dict[str, Any], ctx: Any) -> torch.nn.Module:
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ConfigError(f"{name}: needs {', '.join(missing)}; given: {', '.join(arguments) or 'nothing'}")
-    if isinstance(arguments.get("dtype"), str):
-        arguments["dtype"] = _dtype(arguments["dtype"])
+    for argument in ("dtype", "compute_dtype"):
+        if isinstance(arguments.get(argument), str):
+            arguments[argument] = _dtype(arguments[argument])
     if isinstance(arguments.get("grid"), Mapping):
         arguments["grid"] = _grid(arguments["grid"])
     module: torch.nn.Module = made(**arguments, ctx=ctx)
@@ -118,7 +120,7 @@ def _class(name: Any) -> Any:
         close = closest(name, {known.lower(): known for known in NAMES})
         guess = next((known for known in NAMES if known.lower() == close), None)
         raise ConfigError(f"name={show(name)}: no such layer. {did_you_mean(guess)}Names: {', '.join(NAMES)}")
-    return getattr(importlib.import_module("tpattn"), name)  # by name: the package imports this room, not the other way round
+    return getattr(sys.modules["tpattn"], name)  # loaded before this room; an import would point from a room to the package
 
 
 def _parameters(made: Any) -> dict[str, inspect.Parameter]:
