@@ -62,6 +62,7 @@ class Axis(comm.Group):
         return layout.from_rank_order(comm.gather_sum(x, self, dim, layout.sizes), dim)
 
     def _check(self, x: Tensor, layout: SequenceLayout, dim: int, need: int, what: str) -> None:
+        self.require_open()
         if layout.n != self.size:
             raise Unsupported(f"{layout!r} is for {layout.n} ranks but {self.name} has {self.size}; make it with n={self.size}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != need:

@@ -95,8 +95,13 @@ class ShardedModule(nn.Module):
         """This rank's share of parameter `name` as a plain tensor, in the dtype of the computation.
 
         The gradient rule stands here: a partial one is declared `Partial()`, so that `finish_gradients` sums it over tp.
+
+        raises      ContextClosed when the context of this layer was closed
         """
+        self.ctx.tp.require_open()
         parameter, spec = self.get_parameter(name), self.specs[name]
+        if not torch.compiler.is_compiling():
+            track(parameter, self.ctx)  # a parameter that deepcopy, to_empty or the user put in place is watched too
         share = to_local(parameter, spec.partial)
         return share if dtype is None or share.dtype == dtype else share.to(dtype)
 
