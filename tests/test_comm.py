@@ -215,7 +215,7 @@ def pieces(sender, receiver):
     for i, dtype in enumerate(DTYPES[sender : 8 - receiver]):
         shape = (sender + 1, receiver + 1, 3)[: i % 4]
         some.append(seeded(*shape, seed=10 * sender + i, dtype=torch.int8 if dtype == torch.bool else dtype).to(dtype))
-    return some if sender == 1 else [*some, torch.empty(0, 5)]
+    return some if sender == 1 else [*some, torch.empty(0, 5), torch.arange(4.0).double()[::2][1:]]     # one element, stride 2
 
 
 @ranks(2, 3)

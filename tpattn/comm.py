@@ -251,7 +251,8 @@ def _pack(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
         if place % x.element_size() == 0:
             raw.view(x.dtype).view(x.shape).copy_(x)
         else:
-            raw.copy_(x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+            flat = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
+            raw.copy_(flat.view(torch.uint8))  # not contiguous(): a dimension of size 1 would keep its stride
         place += count
     return box
 
