@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="how many")
     args = parser.parse_args()
     with one_message():
-        columns, ranks, dtype = compare(args.run, args.steps)
+        columns, ranks, dtype = compare(args.run.expanduser(), args.steps)
     limit = LIMITS.get(dtype)
     verdict = "" if limit is None else ": rounding" if columns.relative <= limit else f": MORE than rounding ({limit:g})"
     print(f"largest difference {columns.worst:.1e}, {columns.relative:.1e} of the loss{verdict}")

@@ -18,7 +18,8 @@ import shutil
 import sys
 import textwrap
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +35,62 @@ from tpattn.training import NonFiniteLoss, Record, draw_loss, from_rank0, train 
 
 CONFIGS = ROOT / "configs"
 # What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
-FREE = ("parallel.", "attention.", "run.", "data.path")
-FREE += ("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every")
+FREE = (
+    *("parallel.", "attention.", "run.", "data.path"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every"),
+)
 
 
 @for_torchrun  # an error's traceback goes into torchrun's report too
 def main() -> None:
     argv = sys.argv[1:]
-    with ExitStack() as stack:
+    with ExitStack() as stack, the_peers_error_first():
         with one_message():
             cfg = load(argv, CONFIGS)
             ctx = stack.enter_context(ParallelContext.from_config(cfg.parallel))
             run = parts(cfg, ctx)
-            folder = make_run_dir(cfg, ctx.world.rank, lambda text: from_rank0(text, ctx))
-            done = resume(cfg, run, ctx, folder)
+            folder, done = begin(cfg, run, ctx)
         try:
             go(cfg, run, ctx, folder, done)
         except NonFiniteLoss:  # every rank has it
             with one_message():
                 raise
-        except PeerLost:
-            time.sleep(5)  # the peer's own error is the one to read; torchrun ends this rank when it has seen that
-            raise
         finish(cfg, ctx, folder, argv)
 
 
-def resume(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path) -> int:
-    """Steps that were made before this start: 0, or those of the checkpoint that train.resume means, which is loaded."""
-    say = print if ctx.world.rank == 0 else (lambda *_: None)
-    say(ctx.describe())
-    say(textwrap.fill(f"text    {run.corpus.describe()}", 100, subsequent_indent=" " * 8, break_long_words=False))
-    weights = sum(p.numel() for p in run.model.parameters())
-    say(f"model   {weights:,} weights in {cfg.model.num_layers} layers, {cfg.train.dtype}")
-    say("run    ", shown(folder))
-    found: dict[str, Any] | None = None
-    if cfg.train.resume == "auto":
+@contextmanager
+def the_peers_error_first() -> Iterator[None]:
+    """A rank that lost a peer waits: the peer's own error is the one to read, and torchrun ends all when it has seen that."""
+    try:
+        yield
+    except PeerLost:
+        time.sleep(5)
+        raise
+
+
+def begin(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[Path, int]:
+    """The run's folder, and the steps that were made before this start: those of the checkpoint that train.resume means."""
+    resume, found = cfg.train.resume, None
+    if isinstance(resume, str) and resume != "auto":  # before a folder is made: it may be a mistake
+        found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx)
+    folder = make_run_dir(cfg, ctx.world.rank, lambda text: from_rank0(text, ctx))
+    if resume == "auto":
         found = checkpoint.load_latest(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx)
-    elif isinstance(cfg.train.resume, str):
-        found = checkpoint.load(cfg.train.resume, run.model, run.optimizer, ctx=ctx)
-    if found is None:
-        return 0
-    say(f"resume  after step {found['step']}")
-    for line in changes(found["about"], about(cfg, run)):
-        say(f"        {line}")
-    if found["step"] >= last_step(cfg):
-        say("        nothing is left to do; train.steps, or train.stop_at, says how far to go")
-    return int(found["step"])
+    done = 0 if found is None else int(found["step"])
+    if ctx.world.rank == 0:
+        weights = sum(p.numel() for p in run.model.parameters())
+        print(ctx.describe())
+        print(f"text    {run.corpus.source}")
+        facts = run.corpus.describe().removeprefix(f"{run.corpus.source}: ")
+        print(textwrap.fill(facts, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_long_words=False))
+        print(f"model   {weights:,} weights in {cfg.model.num_layers} layers, {cfg.train.dtype}")
+        print(f"run     {shown(folder)}")
+        if found is not None:
+            print(f"resume  after step {done}", *changes(found["about"], about(cfg, run)), sep="\n        ")
+        if done >= last_step(cfg):
+            print("        nothing is left to do; train.steps, or train.stop_at, says how far to go")
+        sys.stdout.flush()
+    return folder, done
 
 
 def last_step(cfg: Config) -> int:

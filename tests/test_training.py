@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import close, far
 from pool import ranks
+from runs import Curve, T, V, small, text
 
 import tpattn
-from tpattn import AttentionGrid, ParallelContext, SequenceLayout, Transformer
+from tpattn import ParallelContext, SequenceLayout, Transformer
 from tpattn.data import IGNORE, Batch, Batches, PackedTokens
 from tpattn.params import sharded_parameters, to_local, whole
 from tpattn.training import NonFiniteLoss, Schedule, adamw, train, train_step
@@ -51,7 +52,7 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 # ------------------------------------------------------------------------------------------------------------------- curves
 
-V, B, T, STEPS = 29, 5, 13, 20
+STEPS = 20
 MESHES = {  # dp, cp, tp, sequence_parallel, (ulysses, ring), layout
     2: [
         (1, 1, 2, False, None, "zigzag"),
@@ -76,33 +77,6 @@ def meshes(world):
         return f"dp{dp}cp{cp}tp{tp}{'sp' * sp}-{'x'.join(map(str, grid or ['auto']))}-{kind}"
 
     return [pytest.param(*mesh, id=name(*mesh)) for mesh in MESHES[world]]
-
-
-def small(ctx, grid=None, **options):
-    """21 inner features and 29 words, uneven over tp 2, and heads uneven over cp 2 and 4; it learns in a few steps."""
-    options = {"num_heads": 3, "head_dim": 6, "ffn": 21, "dtype": torch.float64, "seed": 5, **options}
-    return Transformer(V, 24, 2, ctx=ctx, grid=AttentionGrid(*grid) if grid else "auto", **options)
-
-
-def text():
-    """Documents of odd lengths in which a word mostly decides the next; every step trains on other sequences."""
-    g = torch.Generator().manual_seed(3)
-    lengths = torch.randint(3, 40, (90,), generator=g)
-    stream = torch.randint(0, V, (int(lengths.sum()),), generator=g)
-    for i in range(1, len(stream)):
-        if i % 5:
-            stream[i] = (3 * stream[i - 1] + 1) % V
-    return Batches(PackedTokens(stream, torch.cumsum(lengths, 0) - lengths, T), B, seed=11)
-
-
-class Curve:
-    """Stands for a `Record`: keeps loss and gradient norm of each step."""
-
-    def __init__(self):
-        self.rows = []
-
-    def step(self, step, loss, grad_norm, *others):
-        self.rows.append([loss, grad_norm])
 
 
 def curve(ctx, grid, kind, steps=STEPS, **options):

@@ -1,8 +1,8 @@
 """Checkpoints of a run: model, optimizer, step, and what they belong to, through torch.distributed.checkpoint.
 
 A checkpoint is a folder step_000040. It is written under another name and renamed when all of it is on disk, so a folder of that
-name is complete. Tensors are saved by the names of the undivided model, so any mesh can load what another saved. Beside torch's
-files stands state.json, which lists them. torch's own index (.metadata) is a pickle: load checkpoints that you trust.
+name is complete. Tensors are saved by the names of the undivided model, so any mesh can load what another saved. state.json lists
+tensors and files. torch's own index (.metadata) is a pickle: load checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def _begin(draft: Path) -> None:
 
 def _publish(draft: Path, final: Path, state: Mapping[str, Any]) -> None:
     """Give a written draft its name. An old checkpoint of that name steps aside first, and goes when the new one is in place."""
+    files = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
     with (draft / _STATE).open("w") as file:
-        json.dump(state, file, indent=1)
+        json.dump({**state, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(draft)
@@ -160,26 +161,32 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no checkpoint: it has no {_STATE}")
     try:
         state = json.loads((path / _STATE).read_text())
-        whole = {"step", "tensors", "mesh", "torch", "about"} <= set(state) and isinstance(state["step"], int)
+        whole = {"step", "tensors", "files", "mesh", "torch", "about"} <= set(state) and isinstance(state["step"], int)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the checkpoint is broken: {_STATE} cannot be read: {error}") from error
     if not whole or state.get("format") != _FORMAT:
         have = state.get("format") if isinstance(state, dict) else None
         raise CheckpointError(f"{path}: {_STATE} is of format {have!r}; this version of tpattn reads format {_FORMAT}")
+    for name, size in state["files"].items():
+        file = path / Path(name).name
+        have = f"has {file.stat().st_size} bytes of {size}" if file.exists() else "is missing"
+        if have != f"has {size} bytes of {size}":
+            raise CheckpointError(f"{path}: the checkpoint is broken: {file.name} {have}")
     return dict(state)
 
 
 def _on_rank0(act: Callable[[], object], ctx: ParallelContext, what: str) -> None:
     """Let rank 0 act while the others wait; what fails there is the same CheckpointError on every rank."""
 
-    def attempt() -> None:
-        if ctx.world.rank == 0:
-            try:
-                act()
-            except OSError as error:
-                raise CheckpointError(f"{what}: {error.strerror}: {error.filename}") from error
-
-    together(attempt, ctx)
+    fault = ""
+    if ctx.world.rank == 0:
+        try:
+            act()
+        except OSError as error:
+            fault = f"{what}: {error.strerror}: {error.filename}"
+    fault = from_rank0(fault, ctx)
+    if fault:
+        raise CheckpointError(fault)
 
 
 @contextmanager
