@@ -9,35 +9,25 @@ import torch
 
 import tpattn
 from tpattn.config import ConfigError, ModelConfig, build, load
-from tpattn.config.build import NAMES
-from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid
 from tpattn.mesh import ParallelContext
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
-class Layer(torch.nn.Module):
-    """A stand-in with the look of a layer's constructor."""
-
-    def __init__(self, in_features, out_features, *, ctx, bias=True, dtype=None, grid="auto"):
-        super().__init__()
-        self.got = (in_features, out_features, ctx, bias, dtype, grid)
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    monkeypatch.setattr(tpattn, "ColumnParallelLinear", Layer, raising=False)
-
-
-def test_build_gives_a_layer_ordinary_values(stand_in):
+def test_build_gives_a_layer_ordinary_values():
+    """A name, a dtype's name and a grid as a mapping become a layer; dicts and Hydra's nodes alike."""
     from omegaconf import OmegaConf
 
-    plain = {"name": "ColumnParallelLinear", "in_features": 4, "out_features": 6, "dtype": "float64"}
-    plain["grid"] = {"ulysses": 2, "ring": 3}
+    ctx = ParallelContext.single()
+    plain = {"name": "ParallelSelfAttention", "hidden": 12, "num_heads": 3, "dtype": "float64"}
+    plain["grid"] = {"ulysses": 1, "ring": -1}
     for cfg in (plain, OmegaConf.create(plain)):
-        assert build(cfg, "ctx").got == (4, 6, "ctx", True, torch.float64, AttentionGrid(ulysses=2, ring=3))
-    assert plain["name"] == "ColumnParallelLinear"  # untouched
+        layer = build(cfg, ctx)
+        assert type(layer) is tpattn.ParallelSelfAttention and layer.ctx is ctx
+        assert layer.grid == AttentionGrid(ulysses=1, ring=-1)
+        assert layer.qkv.q.shape == (3, 4, 12) and layer.qkv.q.dtype == torch.float64
+    assert plain["name"] == "ParallelSelfAttention"  # untouched
 
 
 @pytest.mark.parametrize(
@@ -54,34 +44,30 @@ def test_build_gives_a_layer_ordinary_values(stand_in):
         ({"name": "ColumnParallelLinear", "in_features": 4}, "needs out_features; given: in_features"),
         ({"name": "ColumnParallelLinear", "in_features": 4, "out_features": 6, "ctx": 1}, "no argument 'ctx'"),
         ({"name": "ColumnParallelLinear", "in_features": 4, "out_features": 6, "dtype": "float23"}, "no such number format"),
-        ({"name": "ColumnParallelLinear", "in_features": 4, "out_features": 6, "grid": {"rinng": 2}}, "no leg 'rinng'"),
+        ({"name": "ParallelSelfAttention", "hidden": 4, "num_heads": 2, "grid": {"rinng": 2}}, "no leg 'rinng'"),
         (3, "needed: a mapping"),
     ],
 )
-def test_build_refuses_unknown_names_and_arguments(stand_in, cfg, words):
+def test_build_refuses_unknown_names_and_arguments(cfg, words):
     with pytest.raises(ConfigError) as error:
-        build(cfg, None)
+        build(cfg, ParallelContext.single())
     assert words in str(error.value)
 
 
-def test_build_of_a_run_refuses_what_the_model_cannot_honour(monkeypatch):
-    class Model(torch.nn.Module):
-        def __init__(self, vocab_size, hidden, num_layers, num_heads, num_kv_heads=None, head_dim=None, ffn=None, activation="",
-                     norm="", tied=False, rope_base=1.0, seed=None, *, ctx, grid="auto"):  # fmt: skip
-            super().__init__()
-            self.got = (vocab_size, hidden, seed, grid)
-
-    monkeypatch.setattr(tpattn, "Transformer", Model, raising=False)
-    cfg = load(["model=tiny", "train.seed=5"], CONFIGS)
-    assert build(cfg, None).got == (257, 48, 5, "auto")
-    assert build(cfg.model, None).got == (257, 48, None, "auto")
-    for word in ("attention.transport=rotate", "train.dtype=bfloat16", "parallel.sequence_parallel=true"):
-        with pytest.raises(Unsupported, match=word.split("=")[0]):
-            build(load([word], CONFIGS), None)
-    assert build(load(["attention=usp", "parallel=cp4"], CONFIGS), None).got[3] == AttentionGrid(ulysses=2, ring=-1)
+def test_build_of_a_run_takes_every_group():
+    """Seed, dtype, grid, transport and sequence_parallel of a whole Config arrive in the model."""
+    ctx = ParallelContext.single()
+    words = ["model=tiny", "train.seed=5", "train.dtype=bfloat16", "attention.ulysses=1", "attention.ring=1", "attention.merge=1"]
+    cfg = load([*words, "attention.transport=exchange", "parallel.sequence_parallel=true"], CONFIGS)
+    model = build(cfg, ctx)
+    attention = model.blocks[0].attention
+    assert (model.vocab_size, model.compute_dtype, model.sequence_parallel) == (257, torch.bfloat16, True)
+    assert (attention.grid, attention.transport) == (AttentionGrid(1, 1, 1), "exchange")
+    again = tpattn.Transformer(257, 48, 2, 8, 4, ffn=cfg.model.ffn, seed=5, ctx=ctx)
+    assert torch.equal(model.blocks[1].mlp.up.weight, again.blocks[1].mlp.up.weight)
+    assert model.head.weight.dtype == torch.float32
 
 
-@pytest.mark.skipif(not all(hasattr(tpattn, name) for name in NAMES), reason="the layers are being written")
 def test_the_model_group_is_what_transformer_takes():
     arguments = inspect.signature(tpattn.Transformer).parameters
     assert {field.name for field in dataclasses.fields(ModelConfig)} <= set(arguments)

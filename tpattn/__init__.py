@@ -10,6 +10,7 @@ from tpattn import masks
 from tpattn.attention import sequence_attention
 from tpattn.attention.layers import ParallelSelfAttention
 from tpattn.blocks import ParallelMLP, TransformerBlock
+from tpattn.checkpoint import load_latest, save
 from tpattn.comm import ledger
 from tpattn.embedding import VocabParallelEmbedding
 from tpattn.errors import CollectiveMismatch, CollectiveTimeout, ContextClosed, PeerLost, TpattnError, Unsupported
@@ -61,10 +62,12 @@ __all__ = [
     "dropout",
     "finish_gradients",
     "ledger",
+    "load_latest",
     "load_whole_state_dict",
     "masks",
     "param_groups",
     "row_linear",
+    "save",
     "sequence_attention",
     "split_tensor",
     "token_mean",

@@ -11,12 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tpattn.errors import CollectiveTimeout, ContextClosed, PeerLost, Unsupported
 from tpattn.layout import split_sizes
@@ -91,7 +94,7 @@ class Message:
     axis        name of the group
     direction   forward or backward
     bytes       what this rank must at least receive
-    site        file:line of the room that asked for it
+    site        file:line of the room that asked for it; a gradient's message names the line that asked forward
     """
 
     operation: str
@@ -140,10 +143,16 @@ def ledger() -> Iterator[Ledger]:
         _open_ledgers[:] = [b for b in _open_ledgers if b is not book]
 
 
+_BETWEEN = {__file__, torch.autograd.function.__file__}  # frames between a caller and `_call`
+_asker: ContextVar[str] = ContextVar("tpattn_asker", default="")  # in a backward: the site of its forward
+
+
 def _site() -> str:
-    """file:line of the nearest caller outside this file."""
+    """file:line of the nearest caller outside this file; in the backward of a pair, of the caller of its forward."""
+    if site := _asker.get():
+        return site
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
@@ -226,13 +235,14 @@ def _pack(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
     """The tensors' bytes end to end: [size] uint8; each is copied once."""
     box = torch.empty(size, dtype=torch.uint8, device=device)
     place = 0
-    for x in tensors:
+    for x in (x.detach() for x in tensors):
         count = x.numel() * x.element_size()
         raw = box[place : place + count]
         if place % x.element_size() == 0:
             raw.view(x.dtype).view(x.shape).copy_(x)
         else:
-            raw.copy_(x.contiguous().view(-1).view(torch.uint8))
+            flat = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
+            raw.copy_(flat.view(torch.uint8))  # not contiguous(): a dimension of size 1 would keep its stride
         place += count
     return box
 
@@ -254,6 +264,7 @@ def start_gather(
     x: Tensor, shapes: Sequence[Sequence[int]], group: Group, *, direction: str = "forward"
 ) -> Callable[[], list[Tensor]]:
     """Start an all-gather of shares that may differ in shape; wait() gives every rank's share in rank order, own one uncopied."""
+    x = x.detach()
     if x.is_cuda:  # NCCL reads one buffer for all peers; an exchange would copy it for each
         parts = [torch.empty(list(s), dtype=x.dtype, device=x.device) for s in shapes]
         received = sum(p.numel() for p in parts) * x.element_size() - x.numel() * x.element_size()
@@ -281,7 +292,7 @@ def start_gather(
 
 def all_gather(x: Tensor, shapes: Sequence[Sequence[int]], group: Group, *, direction: str = "forward") -> list[Tensor]:
     """Every rank's share in rank order; shares may differ in shape. Without a gradient."""
-    return [x] if group.size == 1 else start_gather(x, shapes, group, direction=direction)()
+    return [x.detach()] if group.size == 1 else start_gather(x, shapes, group, direction=direction)()
 
 
 def start_reduce_scatter(pieces: Sequence[Tensor], group: Group, *, direction: str = "forward") -> Callable[[], Tensor]:
@@ -289,7 +300,7 @@ def start_reduce_scatter(pieces: Sequence[Tensor], group: Group, *, direction: s
 
     The sum runs in rank order and in float32 at least, so it is the same whichever rank computes it and is rounded once.
     """
-    own = pieces[group.rank]
+    own = pieces[group.rank].detach()
     send = [[p] if peer != group.rank else [] for peer, p in enumerate(pieces)]
     receive = [[(own.shape, own.dtype)] if peer != group.rank else [] for peer in range(group.size)]
     wait_all = exchange(send, receive, group, direction=direction, operation="reduce_scatter")
@@ -303,7 +314,7 @@ def start_reduce_scatter(pieces: Sequence[Tensor], group: Group, *, direction: s
 
 def reduce_scatter(pieces: Sequence[Tensor], group: Group, *, direction: str = "forward") -> Tensor:
     """The sum over ranks of `pieces[my rank]`; pieces may differ in shape. Without a gradient."""
-    return pieces[0].clone() if group.size == 1 else start_reduce_scatter(pieces, group, direction=direction)()
+    return pieces[0].detach().clone() if group.size == 1 else start_reduce_scatter(pieces, group, direction=direction)()
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -329,11 +340,12 @@ def all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "fo
 
     Sums in low precision travel as exchange, float32 sum and all-gather: the same bytes, rounded once per direction.
     """
+    x = x.detach()
     if group.size == 1:
         return x.clone()
     if op == "sum" and x.dtype in (torch.bfloat16, torch.float16):
         return _all_reduce_low(x, group, direction)
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.resolve_conj().clone(memory_format=torch.contiguous_format)
     received = 2 * (group.size - 1) * total.numel() * total.element_size() // group.size
     reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     _call("all_reduce", group, direction, received, lambda: dist.all_reduce(total, reduction, group.group, async_op=True))()
@@ -398,7 +410,7 @@ def start_pass(
 
 def start_shift(x: Tensor, group: Group, by: int, shape: Sequence[int], *, direction: str = "forward") -> Callable[[], Tensor]:
     """Start sending x to rank + by; wait() gives the tensor of rank - by, whose shape is `shape`."""
-    to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
+    x, to, source = x.detach(), (group.rank + by) % group.size, (group.rank - by) % group.size
     if to == group.rank:
         return lambda: x
     wait = start_pass([x], to, [(shape, x.dtype)], source, group, direction=direction, operation="shift")
@@ -439,15 +451,29 @@ def _whole_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group)
     return dim, list(sizes)
 
 
+def _gradient(compute: Callable[..., Any]) -> Any:
+    """The backward of a pair: its messages carry the site of the forward (`node.site`), and no gradient of it is offered."""
+
+    @wraps(compute)
+    def backward(node: Any, *gradients: Tensor) -> Any:
+        token = _asker.set(node.site)
+        try:
+            return compute(node, *gradients)
+        finally:
+            _asker.reset(token)
+
+    return staticmethod(once_differentiable(backward))
+
+
 class _Replicate(torch.autograd.Function):
     """invariant -> replicate: nothing; gradient: all-reduce."""
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group) -> Tensor:
-        node.group = group
+        node.site, node.group = _site(), group
         return x.view_as(x)
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         return all_reduce(g, node.group, direction="backward"), None
 
@@ -457,9 +483,10 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group) -> Tensor:
+        node.site = _site()
         return all_reduce(x, group)
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         return g, None
 
@@ -469,10 +496,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group, dim: int, sizes: list[int], sum_gradient: bool) -> Tensor:
-        node.saved = group, dim, sizes, sum_gradient
+        node.site, node.saved = _site(), (group, dim, sizes, sum_gradient)
         return torch.cat(all_gather(x, _shapes(x, dim, sizes), group), dim=dim)
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, dim, sizes, sum_gradient = node.saved
         pieces = g.split(sizes, dim=dim)
@@ -485,10 +512,10 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group, dim: int, sizes: list[int]) -> Tensor:
-        node.saved = group, dim, sizes
+        node.site, node.saved = _site(), (group, dim, sizes)
         return reduce_scatter(x.split(sizes, dim=dim), group)
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, dim, sizes = node.saved
         return torch.cat(all_gather(g, _shapes(g, dim, sizes), group, direction="backward"), dim=dim), None, None, None
@@ -499,10 +526,10 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group, dim: int, sizes: list[int]) -> Tensor:
-        node.saved = group, dim, sizes
+        node.site, node.saved = _site(), (group, dim, sizes)
         return x.split(sizes, dim=dim)[group.rank].clone()
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, dim, sizes = node.saved
         return torch.cat(all_gather(g, _shapes(g, dim, sizes), group, direction="backward"), dim=dim), None, None, None
@@ -515,10 +542,10 @@ class _Exchange(torch.autograd.Function):
     def forward(
         node: Any, x: Tensor, group: Group, split: int, split_sizes: list[int], join: int, join_sizes: list[int], direction: str
     ) -> Tensor:
-        node.saved = group, split, split_sizes, join, join_sizes
+        node.site, node.saved = _site(), (group, split, split_sizes, join, join_sizes)
         return _all_to_all(x, group, split, split_sizes, join, join_sizes, direction)
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, split, split_sizes, join, join_sizes = node.saved
         back = _all_to_all(g, group, join, join_sizes, split, split_sizes, "backward")
@@ -541,10 +568,10 @@ class _Shift(torch.autograd.Function):
 
     @staticmethod
     def forward(node: Any, x: Tensor, group: Group, by: int, shape: tuple[int, ...]) -> Tensor:
-        node.saved = group, by, tuple(x.shape)
-        return start_shift(x, group, by, shape)().clone()
+        node.site, node.saved = _site(), (group, by, tuple(x.shape))
+        return start_shift(x, group, by, shape)()
 
-    @staticmethod
+    @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, by, shape = node.saved
         return start_shift(g, group, -by, shape, direction="backward")(), None, None, None

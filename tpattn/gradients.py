@@ -140,7 +140,8 @@ def clip_grad_norm_(
         if not infinite:
             part = torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) ** norm_type
         if isinstance(p.grad, DTensor) and any(isinstance(x, Shard) for x in p.grad.placements):
-            group = comm.group_of(p.grad.device_mesh.get_group(), "tp")
+            state = gradient_state(p)
+            group = state.tp if state is not None else comm.group_of(p.grad.device_mesh.get_group(), "tp")
             before = sums.get(id(p.grad.device_mesh), (group, torch.zeros_like(plain)))[1]
             sums[id(p.grad.device_mesh)] = group, torch.maximum(before, part) if infinite else before + part
         elif isinstance(p.grad, DTensor) and not all(isinstance(x, Replicate) for x in p.grad.placements):

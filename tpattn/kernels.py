@@ -19,6 +19,7 @@ from torch import Tensor
 from tpattn.errors import Unsupported
 from tpattn.random import bits, fold, uniform
 
+_VECTOR = 32  # elements; the longest stretch that an elementwise kernel takes at once
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
 
@@ -128,10 +129,14 @@ class Accumulator:
 
 def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Add a partial result to a total, in place: both sides weighted by exp(lse). out [.., Dv], lse [..]; -inf = no key."""
-    weight = torch.sigmoid(lse - total_lse)
+    # exp and log of a number may differ in the last bit between a full vector and its tail (torch 2.13, CPU): with contiguous
+    # rows padded to whole vectors a row's bits do not depend on how many others or which strides come with it.
+    rows, pad = lse.shape[-1], (0, -lse.shape[-1] % _VECTOR)
+    old, new = (torch.nn.functional.pad(x, pad).contiguous() for x in (total_lse, lse))
+    weight = torch.sigmoid(new - old)
     weight.nan_to_num_(nan=0.0)  # -inf minus -inf: neither side has a key, the total stays 0
-    total.lerp_(out.to(total.dtype), weight.unsqueeze(-1))
-    total_lse.copy_(torch.logaddexp(total_lse, lse))
+    total.lerp_(out.to(total.dtype), weight[..., :rows].unsqueeze(-1))
+    total_lse.copy_(torch.logaddexp(old, new)[..., :rows])
 
 
 # ---- backends: one call each -----------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Axis(comm.Group):
         return layout.from_rank_order(comm.gather_sum(x, self, dim, layout.sizes), dim)
 
     def _check(self, x: Tensor, layout: SequenceLayout, dim: int, need: int, what: str) -> None:
+        self.require_open()
         if layout.n != self.size:
             raise Unsupported(f"{layout!r} is for {layout.n} ranks but {self.name} has {self.size}; make it with n={self.size}")
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != need:
@@ -187,7 +188,10 @@ class ParallelContext:
             undo()
         for axis in (self.dp, self.cp, self.tp, self.dp_cp, self.world):
             axis.closed = True
-        if self.mesh is None or not dist.is_initialized():
+        if self.mesh is None:
+            return
+        _forget_meshes()
+        if not dist.is_initialized():
             return
         if self._owns_default:
             dist.destroy_process_group()
@@ -320,6 +324,17 @@ def _init_default_group(device: torch.device, world: int, timeout: float) -> Non
     store = dist.PrefixStore(f"tpattn/{attempt}/{next(_starts)}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's cache of what its operations give.
+
+    It holds meshes and takes those of equal sizes for one another: a parameter on a new mesh would name the groups of the closed
+    one, which are gone, or by then another's (torch 2.13; to be deleted when DeviceMesh compares by its groups).
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def _set_timeout(group: Any, timeout: float) -> None:

@@ -95,8 +95,13 @@ class ShardedModule(nn.Module):
         """This rank's share of parameter `name` as a plain tensor, in the dtype of the computation.
 
         The gradient rule stands here: a partial one is declared `Partial()`, so that `finish_gradients` sums it over tp.
+
+        raises      ContextClosed when the context of this layer was closed
         """
+        self.ctx.tp.require_open()
         parameter, spec = self.get_parameter(name), self.specs[name]
+        if not torch.compiler.is_compiling():
+            track(parameter, self.ctx)  # a parameter that deepcopy, to_empty or the user put in place is watched too
         share = to_local(parameter, spec.partial)
         return share if dtype is None or share.dtype == dtype else share.to(dtype)
 
@@ -148,7 +153,8 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, s
 class _Gradients:
     """What is known of the gradients of one parameter between its backward and the optimizer's step."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp: comm.Group) -> None:
+        self.tp = tp  # its context's; the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes)
         self.raw = False  # a backward has added this rank's part
         self.finished: Tensor | None = None  # the gradient that finish_gradients has completed
         self.mixed = False  # a backward has added to a completed gradient
@@ -164,7 +170,7 @@ def track(parameter: Tensor, ctx: ParallelContext) -> None:
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
         ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
-    state = _Gradients()
+    state = _Gradients(ctx.tp)
     _gradients[parameter] = state
 
     def after_backward(p: Tensor) -> None:

@@ -1,12 +1,13 @@
 """How a run is described: Hydra's YAML chooses, dataclasses check, code receives ordinary values.
 
 Owns the legal keys and their types (`schema`), turning a command line into a checked `Config` (`load`, `convert`, `check`),
-the run's one folder and its one error message (`run`), and making models and layers from a config (`build`). Nothing below
-imports this room, and Hydra is imported only when a command line is read.
+the run's one folder and its one error message (`run`), making models and layers from a config (`build`), and all that a run
+needs on one mesh (`parts`). Nothing below imports this room, and Hydra is imported only when a command line is read.
 """
 
 from tpattn.config.build import build
-from tpattn.config.load import load
+from tpattn.config.load import load, load_dumped
+from tpattn.config.parts import Parts, parts
 from tpattn.config.run import make_run_dir, one_message
 from tpattn.config.schema import (
     AttentionConfig,
@@ -29,11 +30,14 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "Parts",
     "RunConfig",
     "TrainConfig",
     "build",
     "dump",
     "load",
+    "load_dumped",
     "make_run_dir",
     "one_message",
+    "parts",
 ]

@@ -14,24 +14,23 @@ from typing import TYPE_CHECKING, Any
 from tpattn.config.convert import closest, did_you_mean, show
 from tpattn.config.schema import Config, ConfigError, ModelConfig
 from tpattn.data import ByteTokenizer
-from tpattn.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
 
-NAMES = (
-    "ColumnParallelLinear",
-    "DistributedDotProductAttn",
-    "LayerNorm",
-    "ParallelMLP",
-    "ParallelSelfAttention",
-    "QKVParallelLinear",
-    "RMSNorm",
-    "RowParallelLinear",
-    "Transformer",
-    "TransformerBlock",
-    "VocabParallelEmbedding",
-)
+NAMES = {  # what a config may name, and the room it is in
+    "ColumnParallelLinear": "linear",
+    "DistributedDotProductAttn": "attention",
+    "LayerNorm": "norm",
+    "ParallelMLP": "blocks",
+    "ParallelSelfAttention": "attention.layers",
+    "QKVParallelLinear": "linear",
+    "RMSNorm": "norm",
+    "RowParallelLinear": "linear",
+    "Transformer": "model",
+    "TransformerBlock": "blocks",
+    "VocabParallelEmbedding": "embedding",
+}
 
 
 def build(cfg: Any, ctx: Any) -> torch.nn.Module:
@@ -41,8 +40,8 @@ def build(cfg: Any, ctx: Any) -> torch.nn.Module:
                 `dtype` may be its name ("float64"), `grid` a mapping {"ulysses": 2, "ring": 1, "merge": 1}.
                 Or the model group alone, or a whole `Config`, whose other groups then give seed, dtype, grid, transport and
                 sequence_parallel
-    raises      ConfigError for an unknown name or argument and for a missing one, with the legal ones; Unsupported where a
-                key of a Config is set that the model cannot honour; what the constructor raises
+    raises      ConfigError for an unknown name or argument and for a missing one, with the legal ones; what the constructor
+                raises
     """
     if isinstance(cfg, Config):
         return _build_run(cfg, ctx)
@@ -52,21 +51,16 @@ def build(cfg: Any, ctx: Any) -> torch.nn.Module:
 
 
 def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
-    arguments = _plain(cfg.model)
-    known = _parameters(_class("Transformer"))
+    """The decoder of a run: parameters stay float32 where the computation is bfloat16."""
     legs = (cfg.attention.ulysses, cfg.attention.ring, cfg.attention.merge)
-    grid: Any = "auto" if "auto" in legs else dict(zip(("ulysses", "ring", "merge"), legs, strict=True))
-    for name, key, value, default in (
-        ("seed", "train.seed", cfg.train.seed, None),
-        ("dtype", "train.dtype", cfg.train.dtype, "float32"),
-        ("grid", "attention.ulysses, ring, merge", grid, "auto"),
-        ("transport", "attention.transport", cfg.attention.transport, "auto"),
-        ("sequence_parallel", "parallel.sequence_parallel", cfg.parallel.sequence_parallel, False),
-    ):
-        if name in known:
-            arguments[name] = value
-        elif value != default:
-            raise Unsupported(f"{key}={show(value)}: this model has no argument {name}; only {show(default)} would work")
+    arguments = _plain(cfg.model) | {
+        "seed": cfg.train.seed,
+        "dtype": "float64" if cfg.train.dtype == "float64" else "float32",
+        "compute_dtype": cfg.train.dtype,
+        "grid": "auto" if "auto" in legs else dict(zip(("ulysses", "ring", "merge"), legs, strict=True)),
+        "transport": cfg.attention.transport,
+        "sequence_parallel": cfg.parallel.sequence_parallel,
+    }
     return _make("Transformer", arguments, ctx)
 
 
@@ -80,8 +74,9 @@ def _make(name: Any, arguments: dict[str, Any], ctx: Any) -> torch.nn.Module:
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ConfigError(f"{name}: needs {', '.join(missing)}; given: {', '.join(arguments) or 'nothing'}")
-    if isinstance(arguments.get("dtype"), str):
-        arguments["dtype"] = _dtype(arguments["dtype"])
+    for argument in ("dtype", "compute_dtype"):
+        if isinstance(arguments.get(argument), str):
+            arguments[argument] = _dtype(arguments[argument])
     if isinstance(arguments.get("grid"), Mapping):
         arguments["grid"] = _grid(arguments["grid"])
     module: torch.nn.Module = made(**arguments, ctx=ctx)
@@ -118,7 +113,7 @@ def _class(name: Any) -> Any:
         close = closest(name, {known.lower(): known for known in NAMES})
         guess = next((known for known in NAMES if known.lower() == close), None)
         raise ConfigError(f"name={show(name)}: no such layer. {did_you_mean(guess)}Names: {', '.join(NAMES)}")
-    return getattr(importlib.import_module("tpattn"), name)  # by name: the package imports this room, not the other way round
+    return getattr(importlib.import_module(f"tpattn.{NAMES[name]}"), name)
 
 
 def _parameters(made: Any) -> dict[str, inspect.Parameter]:

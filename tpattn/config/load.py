@@ -64,6 +64,26 @@ def load(
     return cfg
 
 
+def load_dumped(path: str | os.PathLike[str]) -> Config:
+    """The run that `dump` wrote to `path`, checked anew: the config.yaml of a run's folder.
+
+    raises      ConfigError, naming the file
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(Path(path)))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the file: {error.strerror}") from None
+    except Exception as error:  # OmegaConf's and YAML's
+        raise ConfigError(f"{path}: no config of a run: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: no config of a run: needed: groups of keys")
+    cfg = convert.to_config({str(group): keys for group, keys in values.items()})
+    check(cfg)
+    return cfg
+
+
 # ------------------------------------------------------------------------------------------------------------- command line
 
 

@@ -1,0 +1,184 @@
+"""Trains a transformer, its weights sharded over tp and its tokens over cp, and writes the run's folder.
+
+    torchrun --standalone --nproc-per-node 4 scripts/train.py parallel=tp2_cp2 data.path=my.txt
+    python scripts/train.py                           one process, all cores
+    python scripts/train.py --help                    every group and key
+
+The folder (runs/ID, or run.dir) gets config.yaml, metrics.jsonl with a line per step, loss.png, and checkpoints/, from which the
+same command with run.dir=FOLDER goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # the tpattn beside this script, installed or not
+
+from torch.distributed.elastic.multiprocessing.errors import record as for_torchrun  # noqa: E402
+
+from tpattn import ParallelContext, PeerLost, checkpoint  # noqa: E402
+from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, parts  # noqa: E402
+from tpattn.training import NonFiniteLoss, Record, draw_loss, from_rank0, train  # noqa: E402
+
+CONFIGS = ROOT / "configs"
+# What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
+FREE = (
+    *("parallel.", "attention.", "run.", "data.path"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every"),
+)
+
+
+@for_torchrun  # an error's traceback goes into torchrun's report too
+def main() -> None:
+    argv = sys.argv[1:]
+    with ExitStack() as stack, the_peers_error_first():
+        with one_message():
+            cfg = load(argv, CONFIGS)
+            ctx = stack.enter_context(ParallelContext.from_config(cfg.parallel))
+            run = parts(cfg, ctx)
+            folder, done = begin(cfg, run, ctx)
+        try:
+            go(cfg, run, ctx, folder, done)
+        except NonFiniteLoss:  # every rank has it
+            with one_message():
+                raise
+        finish(cfg, ctx, folder, argv)
+
+
+@contextmanager
+def the_peers_error_first() -> Iterator[None]:
+    """A rank that lost a peer waits: the peer's own error is the one to read, and torchrun ends all when it has seen that."""
+    try:
+        yield
+    except PeerLost:
+        time.sleep(5)
+        raise
+
+
+def begin(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[Path, int]:
+    """The run's folder, and the steps that were made before this start: those of the checkpoint that train.resume means."""
+    resume, found = cfg.train.resume, None
+    if isinstance(resume, str) and resume != "auto":  # before a folder is made: it may be a mistake
+        found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx)
+    folder = make_run_dir(cfg, ctx.world.rank, lambda text: from_rank0(text, ctx))
+    if resume == "auto":
+        found = checkpoint.load_latest(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx)
+    done = 0 if found is None else int(found["step"])
+    if ctx.world.rank == 0:
+        weights = sum(p.numel() for p in run.model.parameters())
+        print(ctx.describe())
+        print(f"text    {run.corpus.source}")
+        facts = run.corpus.describe().removeprefix(f"{run.corpus.source}: ")
+        print(textwrap.fill(facts, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_long_words=False))
+        print(f"model   {weights:,} weights in {cfg.model.num_layers} layers, {cfg.train.dtype}")
+        print(f"run     {shown(folder)}")
+        if found is not None:
+            print(f"resume  after step {done}", *changes(found["about"], about(cfg, run)), sep="\n        ")
+        if done >= last_step(cfg):
+            print("        nothing is left to do; train.steps, or train.stop_at, says how far to go")
+        sys.stdout.flush()
+    return folder, done
+
+
+def last_step(cfg: Config) -> int:
+    """The step after which this start ends."""
+    return cfg.train.steps if cfg.train.stop_at is None else cfg.train.stop_at
+
+
+def about(cfg: Config, run: Parts) -> dict[str, Any]:
+    """What a checkpoint keeps beside the tensors."""
+    return {"config": dataclasses.asdict(cfg), "text": run.corpus.sha256}
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line for each thing that decides the numbers and is not as it was when the checkpoint was saved."""
+    now = json.loads(json.dumps(now))  # as it would come back: lists for tuples
+    lines = []
+    for group, keys in now["config"].items():
+        for key, value in keys.items():
+            was = before.get("config", {}).get(group, {}).get(key)
+            if was != value and not f"{group}.{key}".startswith(FREE):
+                lines.append(f"{group}.{key} was {json.dumps(was)}, is now {json.dumps(value)}")
+    if before.get("text") != now["text"]:
+        lines.append("the text is another one: its sha256 differs")
+    return lines
+
+
+def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int) -> None:
+    """The steps from `done` + 1 on, recorded by rank 0."""
+    record = None
+    if ctx.world.rank == 0:
+        cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.tp = ctx.dp.size, ctx.cp.size, ctx.tp.size  # no -1: compare.py reads them
+        (folder / "config.yaml").write_text(dump(cfg))
+        record = Record(folder, steps=cfg.train.steps, done=done)
+
+    def save(step: int) -> None:
+        checkpoint.save(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx, step=step, about=about(cfg, run))
+
+    try:
+        train(
+            run.model,
+            run.optimizer,
+            run.batches,
+            ctx=ctx,
+            schedule=run.schedule,
+            layout=run.layout,
+            seed=cfg.train.seed,
+            clip=cfg.optim.clip,
+            done=done,
+            last=last_step(cfg),
+            record=record,
+            log_every=cfg.train.log_every,
+            save=save,
+            save_every=cfg.train.checkpoint_every,
+        )
+    finally:
+        if record is not None:
+            record.close()
+
+
+def finish(cfg: Config, ctx: ParallelContext, folder: Path, argv: list[str]) -> None:
+    """The picture, where it is, and what to do next."""
+    if ctx.world.rank != 0:
+        return
+    parallel = f"dp {ctx.dp.size} x cp {ctx.cp.size} x tp {ctx.tp.size}"
+    picture = draw_loss(folder, f"{cfg.model.num_layers} layers, hidden {cfg.model.hidden}, {cfg.train.dtype}, {parallel}")
+    print(f"picture {shown(picture)}")
+    script = Path(sys.argv[0])
+    if ctx.world.size > 1 and ctx.device.type == "cpu":
+        print(f"compare {command('python')} {shown(script.with_name('compare.py'))} {shlex.quote(shown(folder))}")
+    words = [word for word in argv if not word.startswith(("run.dir=", "train.stop_at=", "train.resume="))]
+    if last_step(cfg) < cfg.train.steps:
+        words.append(f"run.dir={shown(folder)}")
+    else:
+        words = [word for word in words if not word.startswith("data")] + ["data.path=FILE_OR_FOLDER"]
+    start = command("python") if ctx.world.size == 1 else f"{command('torchrun')} --standalone --nproc-per-node {ctx.world.size}"
+    print(f"next    {start} {shown(script)} {shlex.join(words)}")
+
+
+def command(name: str) -> str:
+    """How the user starts this Python's `name`: by its name, if that finds it."""
+    own = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) == str(own) else shlex.quote(shown(own))
+
+
+def shown(path: Path) -> str:
+    """`path` as seen from the folder the user works in, if that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""scripts/train.py and scripts/compare.py: on one process in this one, and under torchrun as a user starts them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts import compare, train
+from tpattn.training import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["model=tiny", "train=smoke", "data.path=text"]
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """The folder the user works in, with a folder of documents."""
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / "text" / f"{i}.txt").write_text("".join(f"line {n} of document {i}: {n * n % 7}\n" for n in range(40)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def start(text, monkeypatch, capfd):
+    """start(*argv, script=) runs a script's main here, on one process: its exit status, and the lines of output and of errors."""
+
+    def start(*argv, script=train):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *argv])
+        monkeypatch.chdir(text)
+        try:
+            getattr(script.main, "__wrapped__", script.main)()  # without torchrun's recorder, which is for its own processes
+            status = 0
+        except SystemExit as leave:
+            status = int(leave.code or 0)
+        said = capfd.readouterr()
+        return status, said.out.splitlines(), said.err.splitlines()
+
+    return start
+
+
+def losses(folder):
+    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in read_metrics(folder)]
+
+
+# -------------------------------------------------------------------------------------------------------------- one process
+
+
+def test_a_run_tells_what_it_does_and_leaves_its_files(start, text):
+    status, out, err = start(*SMALL, "run.dir=out/a run", "train.steps=4", "train.log_every=2")
+    assert (status, err) == (0, [])
+    told = [line.split("   loss")[0] for line in out]
+    assert told[:2] == ["1 rank = dp 1 x cp 1 x tp 1, on cpu", "rank 0 holds everything: whole sequences, whole weights"]
+    assert told[2] == f"text    {text / 'text'}"
+    assert told[3].startswith("        12 documents, ")
+    assert told[-6:-2] == [f"run     {Path('out/a run')}", "step 1/4", "step 2/4", "step 4/4"]
+    assert out[-2] == "picture out/a run/loss.png"
+    assert re.fullmatch(r"next    \S*python \S*train\.py model=tiny train=smoke .*data\.path=FILE_OR_FOLDER", out[-1])
+    assert all(len(line) <= 100 for line in out[:-1])
+    folder = text / "out" / "a run"
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "config.yaml", "loss.png", "metrics.jsonl"]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_000004"]
+    assert [set(entry) for entry in read_metrics(folder)] == [{"step", "loss", "grad_norm", "tokens_per_second"}] * 4
+    assert [entry["step"] for entry in read_metrics(folder)] == [1, 2, 3, 4]
+
+
+def test_a_run_that_stopped_goes_on_as_if_nothing_had_happened(start, text):
+    """stop_at saves and stops, the schedule still planned for all steps; the resumed run's losses are those of a run without."""
+    plan = [*SMALL, "train.steps=7", "optim.warmup_steps=2"]
+    assert start(*plan, "run.dir=whole")[0] == 0
+    status, out, err = start(*plan, "run.dir=parts", "train.stop_at=3")
+    assert (status, err) == (0, [])
+    assert out[-1].endswith("train.steps=7 optim.warmup_steps=2 run.dir=parts")
+    assert [step for step, *_ in losses("parts")] == [1, 2, 3]
+    (text / "parts" / "metrics.jsonl").open("a").write('{"step": 4, "loss": 0.0, "grad_norm": 0.0}\n{"step": 5')  # a killed run's
+    status, out, err = start(*plan, "run.dir=parts")
+    assert (status, err) == (0, [])
+    assert "resume  after step 3" in out and not any(line.startswith("        train") for line in out)
+    assert losses("parts") == losses("whole")
+    assert len(losses("whole")) == 7
+    files = [text / which / "checkpoints" / "step_000007" / "__0_0.distcp" for which in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    status, out, err = start(*plan, "run.dir=parts", "train.seed=3", "train.steps=7")
+    assert (status, err) == (0, [])
+    at = out.index("resume  after step 7")
+    assert out[at + 1 : at + 3] == [
+        "        train.seed was 0, is now 3",
+        "        nothing is left to do; train.steps, or train.stop_at, says how far to go",
+    ]
+    assert losses("parts") == losses("whole")
+
+
+def test_checkpoints_every_few_steps_and_resuming_from_one_by_its_path(start, text):
+    """The later lines of metrics.jsonl are cut in the run's own folder; another run.dir starts with the step after."""
+    assert start(*SMALL, "run.dir=a", "train.steps=5", "train.checkpoint_every=2")[0] == 0
+    assert sorted(p.name for p in (text / "a" / "checkpoints").iterdir()) == ["step_000002", "step_000004", "step_000005"]
+    before = losses("a")
+    status, out, _ = start(*SMALL, "run.dir=a", "train.steps=5", "train.resume=a/checkpoints/step_000002", "train.stop_at=3")
+    assert status == 0 and "resume  after step 2" in out
+    assert losses("a") == before[:3]
+    (text / "text" / "12.txt").write_text("a new document")
+    status, out, _ = start(*SMALL, "run.dir=b", "train.steps=5", "train.resume=a", "optim.lr=1e-4")
+    at = out.index("resume  after step 5")
+    changes = ["optim.lr was 0.003, is now 0.0001", "the text is another one: its sha256 differs"]
+    assert [line.strip() for line in out[at + 1 : at + 3]] == changes
+    assert losses("b") == []
+
+
+def test_mistakes_are_one_message(start, text):
+    """A text too short, a checkpoint of another model, a broken one, a run's folder that is taken: status 1, no traceback."""
+    start(*SMALL, "run.dir=a", "train.steps=1")
+    for argv, told in (
+        (["train.seq_len=100000"], "too few for one sample of seq_len=100000"),
+        (["run.dir=a", "model.hidden=64"], "checkpoints/step_000001: of another model: embedding.weight is"),
+        (["run.dir=a", "train.resume=false"], "run.dir="),
+        (["train.resume=text"], "no checkpoint: it has no state.json"),
+        (["parallel.tp=2"], "start 2 processes: torchrun"),
+        (["model.num_heads=5"], "model.num_kv_heads=4 does not divide model.num_heads=5"),
+    ):
+        status, out, err = start(*SMALL, *argv)
+        assert (status, out) == (1, []), argv
+        assert len(err) == 1 and err[0].startswith("error: ") and told in err[0], err
+    assert not (text / "runs").exists()
+
+
+def test_a_loss_that_is_no_number_is_one_message(start, text):
+    status, out, err = start(*SMALL, "optim.lr=1e38", "optim.warmup_steps=0", "run.dir=a", "train.steps=9")
+    assert status == 1
+    assert len(err) == 1 and re.match(r"error: step \d of 9: the loss is (nan|inf)", err[0]), err
+    assert all(loss < 1e30 for _, loss, _ in losses("a"))
+
+
+def test_compare_prints_both_columns_and_their_difference(start, text):
+    start(*SMALL, "run.dir=a", "train.steps=6")
+    status, out, err = start("a", "--steps", "4", script=compare)
+    assert (status, err) == (0, [])
+    assert out[0].split() == ["step", "loss,", "1", "ranks", "loss,", "1", "process"]
+    rows = [[float(word) for word in line.split()] for line in out[1:5]]
+    assert [(row[0], row[1]) for row in rows] == [(step, round(loss, 9)) for step, loss, _ in losses("a")[:4]]
+    assert out[5] == "largest difference 0.0e+00, 0.0e+00 of the loss: rounding"
+    entries = read_metrics("a")
+    entries[2]["loss"] += 0.01
+    (text / "a" / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    status, out, err = start("a", script=compare)
+    assert status == 1
+    assert re.fullmatch(r"largest difference 1\.0e-02, .* of the loss: MORE than rounding \(0\.0001\)", out[-1])
+
+
+def test_compare_says_what_it_needs(start, text):
+    start(*SMALL, "run.dir=a", "train.steps=2")
+    (text / "a" / "metrics.jsonl").write_text("")
+    for folder, told in (("a", "lacks losses of the first 5 steps"), ("b", "b/config.yaml: cannot read the file")):
+        status, _, err = start(folder, script=compare)
+        assert status == 1
+        assert len(err) == 1 and told in err[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- under torchrun
+
+SCRIPT = """
+import os, runpy, sys, time
+sys.path.insert(0, sys.argv.pop(1))
+what, rank = sys.argv.pop(1), int(os.environ["RANK"])
+if what == "late":
+    time.sleep(1.5 * rank)
+
+def failing(function, time_to_fail):
+    calls = [0]
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        if rank == 1 and calls[0] == time_to_fail:
+            print("raised at", time.time(), flush=True)
+            raise ValueError(f"injected in rank 1's {what}")
+        return function(*args, **kwargs)
+    return wrapped
+
+if what == "data":
+    from tpattn.data import Batches
+    Batches.share = failing(Batches.share, 3)
+if what == "forward":
+    from tpattn.model import Transformer
+    Transformer.forward = failing(Transformer.forward, 2)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def launch(ranks, script, *argv, env=()):
+    """torchrun with this many ranks; without PYTHONPATH, as on a user's machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *script, *argv]
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "RANK")}
+    return subprocess.run(
+        command, env={**kept, "OMP_NUM_THREADS": "1", **dict(env)}, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def wrapped(folder, what):
+    (folder / "script.py").write_text(SCRIPT)
+    return [str(folder / "script.py"), str(ROOT), what, str(ROOT / "scripts" / "train.py")]
+
+
+def test_c56_c57_one_run_folder_though_ranks_come_late_relative_paths_and_chdir(start, text):
+    """Two ranks under torchrun, from another folder, rank 1 comes later: one folder, nothing to ignore, one process's losses."""
+    done = launch(2, wrapped(text, "late"), *SMALL, "parallel=cp2", "parallel.sequence_parallel=true", "hydra.job.chdir=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = list((text / "runs").iterdir())
+    assert len(runs) == 1
+    assert sorted(p.name for p in runs[0].iterdir()) == [".launch", "checkpoints", "config.yaml", "loss.png", "metrics.jsonl"]
+    lines = done.stdout.splitlines()
+    assert [line.split("   loss")[0] for line in lines if line.startswith("step")] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.split()[0] for line in lines[-3:]] == ["picture", "compare", "next"]
+    assert start(*SMALL, "run.dir=one")[0] == 0
+    for (step, loss, norm), (same, want, want_norm) in zip(losses(runs[0]), losses("one"), strict=True):
+        assert step == same
+        assert abs(loss - want) < 1e-5 * want
+        assert abs(norm - want_norm) < 1e-4 * want_norm
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["data", "forward"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_c45_one_ranks_error_ends_the_job_and_is_the_one_that_is_shown(text, ranks, what):
+    """C45: a ValueError in rank 1's data, or in its forward, while the others are in a collective."""
+    parallel = "parallel=tp2" if ranks == 2 else "parallel=tp2_cp2"
+    done = launch(ranks, wrapped(text, what), *SMALL, parallel)
+    raised = float(re.search(r"raised at ([\d.]+)", done.stdout)[1])
+    assert time.time() - raised < 20
+    assert done.returncode != 0
+    assert f"ValueError: injected in rank 1's {what}" in done.stderr
+    assert "Traceback" in done.stderr and "in main" in done.stderr
+    assert "PeerLost" not in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["parallel.tp=3", "parallel.cp=2"], ["dp=-1 x cp=2 x tp=3", "product 6", "4 processes"]),
+        (["parallel.tp=2", "parallel.cp=1", "parallel.dp=1"], ["dp=1 x cp=1 x tp=2", "product 2", "4 processes"]),
+        (["parallel.tp=0"], ["tp=0", "sizes that work"]),
+        (["parallel.tp=-1", "parallel.dp=-1"], ["only one of dp, cp, tp may be -1"]),
+        (["parallel.tp=two"], ["parallel.tp='two'", "needed: a whole number"]),
+    ],
+)
+def test_c53_sizes_that_do_not_fit_are_one_message(text, argv, told):
+    """C53 through the script: on four ranks, before any group is made, once."""
+    begin = time.time()
+    done = launch(4, [str(ROOT / "scripts" / "train.py")], *SMALL, *argv)
+    assert done.returncode != 0
+    assert time.time() - begin < 60
+    messages = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(messages) == 1
+    assert all(word in messages[0] for word in told), messages
+    assert not (text / "runs").exists()
+
+
+@pytest.mark.long
+def test_c55_launcher_flags_and_numbers_as_text(text):
+    """C55 through the script: --local_rank is answered in the user's words; '2' is 2."""
+    done = launch(2, [str(ROOT / "scripts" / "train.py")], "--local_rank=0", *SMALL)
+    assert done.returncode != 0
+    assert done.stderr.count("error: --local_rank=0: a launcher's flag, not an option of this script") == 1
+    done = launch(2, [str(ROOT / "scripts" / "train.py")], *SMALL, "parallel.tp='2'", "train.steps=1")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.long
+def test_c57_the_module_form_and_a_resumed_run_under_torchrun(text, monkeypatch):
+    """python -m scripts.train from the repository; a run of four ranks stops, goes on, and equals one that did not."""
+    monkeypatch.chdir(ROOT)
+    plan = [*SMALL[:2], f"data.path={text / 'text'}", "parallel=tp2_cp2", "train.steps=5"]
+    for folder, *more in (["whole"], ["parts", "train.stop_at=2"], ["parts"]):
+        done = launch(4, ["-m", "scripts.train"], *plan, f"run.dir={text / folder}", *more)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert losses(text / "parts") == losses(text / "whole")
+    assert len(losses(text / "whole")) == 5

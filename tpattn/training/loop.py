@@ -1,0 +1,157 @@
+"""One training step and many: the schedule, AdamW, and the order in which a sharded step must happen."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpattn import comm
+from tpattn.data import IGNORE, Batch, Batches
+from tpattn.errors import TpattnError
+from tpattn.gradients import clip_grad_norm_, finish_gradients
+from tpattn.layout import SequenceLayout
+from tpattn.loss import token_mean, vocab_parallel_cross_entropy
+from tpattn.mesh import ParallelContext
+from tpattn.params import param_groups, sharded_parameters
+from tpattn.random import RandomKey
+from tpattn.training.record import Record
+
+
+class NonFiniteLoss(TpattnError, ValueError):
+    """The loss or the gradient norm of a step is no finite number: raised on every rank, before the weights change."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of each step: a straight rise to lr in `warmup_steps`, then a cosine to lr * min_lr_fraction at `steps`.
+
+    A warm-up longer than the run only rises. Steps count from 1.
+    """
+
+    lr: float
+    steps: int
+    warmup_steps: int = 0
+    min_lr_fraction: float = 0.1
+
+    def at(self, step: int) -> float:
+        """The learning rate of `step`."""
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        after = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.lr * (self.min_lr_fraction + (1.0 - self.min_lr_fraction) * 0.5 * (1.0 + math.cos(math.pi * after)))
+
+
+def adamw(
+    model: nn.Module, *, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1
+) -> torch.optim.AdamW:
+    """AdamW over `param_groups(model)`; weights that are matrices in the undivided model decay, norms and biases do not."""
+    matrices = {id(m.get_parameter(key)): len(spec.flat) > 1 for _, m, key, spec in sharded_parameters(model)}
+    groups = []
+    for group in param_groups(model):
+        for decays in (True, False):
+            chosen = [p for p in group["params"] if matrices.get(id(p), p.dim() > 1) is decays]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": weight_decay if decays else 0.0})
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    ctx: ParallelContext,
+    key: RandomKey | None = None,
+    clip: float | None = None,
+    name: str = "this step",
+) -> tuple[float, float]:
+    """(loss, gradient norm before clipping) of one update on this rank's share of a batch; the same on every rank.
+
+    model       called as model(tokens, layout=, key=), gives logits [b, t, v]; has `vocab_size`
+    loss        mean over the counted tokens of the whole batch; 0 when none is counted
+    clip        largest norm of all gradients together; None = no clipping
+    raises      NonFiniteLoss on every rank, with `name`, and the weights stay as they were
+    """
+    tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
+    optimizer.zero_grad(set_to_none=True)
+    logits = model(tokens, layout=batch.layout, key=key)
+    vocab_size: Any = model.vocab_size
+    total = vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=vocab_size, ignore_index=IGNORE)
+    loss = token_mean(total, (targets != IGNORE).sum(), ctx=ctx)
+    loss.backward()
+    finish_gradients(model)
+    norm = clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
+    numbers = float(loss.detach()), float(norm)
+    if not all(math.isfinite(number) for number in numbers):
+        raise NonFiniteLoss(
+            f"{name}: the loss is {numbers[0]:g} and the gradient norm {numbers[1]:g}; the weights are those of the step before. "
+            "A smaller learning rate, a longer warm-up, stronger clipping or float32 may help"
+        )
+    optimizer.step()
+    return numbers
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    *,
+    ctx: ParallelContext,
+    schedule: Schedule,
+    layout: SequenceLayout | None = None,
+    seed: int = 0,
+    clip: float | None = 1.0,
+    done: int = 0,
+    last: int | None = None,
+    record: Record | None = None,
+    log_every: int = 1,
+    save: Callable[[int], object] | None = None,
+    save_every: int = 0,
+) -> None:
+    """Steps `done` + 1 to `last` of a run; every rank calls it alike.
+
+    layout      which tokens each cp rank holds
+    seed        of the dropout; step and sequence are folded in, so a mesh or a resumed run draws the same
+    last        None = schedule.steps; the schedule is planned for schedule.steps in any case
+    record      told of each step; rank 0 has one, others None
+    log_every   steps between the lines of `record`; then the ranks also agree on the highest memory
+    save        called on every rank with the number of steps made, every `save_every` steps (0 = never) and after the last
+    raises      NonFiniteLoss, naming the step
+    """
+    last = schedule.steps if last is None else last
+    model.train()
+    for step in range(done + 1, last + 1):
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.at(step)
+        batch = batches.batch(step - 1, ctx, layout)
+        key = RandomKey(seed, step - 1, batch.first_sequence)
+        loss, norm = train_step(model, optimizer, batch, ctx=ctx, key=key, clip=clip, name=f"step {step} of {schedule.steps}")
+        speed = batches.batch_size * batches.packed.seq_len / (time.perf_counter() - start)
+        memory = _memory(ctx) if step in (done + 1, last) or step % log_every == 0 else None
+        if record is not None:
+            record.step(step, loss, norm, speed, memory)
+        if save is not None and (step == last or (save_every and step % save_every == 0)):
+            save(step)
+
+
+def _memory(ctx: ParallelContext) -> int:
+    """Bytes of memory at the highest so far on the worst rank: of the GPU, else resident; 0 where the system does not tell."""
+    if ctx.device.type == "cuda":
+        own = torch.cuda.max_memory_allocated(ctx.device)
+    else:
+        try:
+            import resource
+        except ImportError:  # Windows
+            own = 0
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(row[0] for row in comm.agree([own], ctx.world))
