@@ -445,6 +445,18 @@ def _choose_grid(
     return min((f for f in found if f[0] <= limit), key=lambda f: f[1:5])[-1]
 
 
+def given_grid(grid: AttentionGrid | str, n: int) -> AttentionGrid | None:
+    """`grid` for n ranks as far as it is known before any layout: None when "auto" is to be chosen.
+
+    raises      Unsupported when the sizes do not multiply to n, or the word is another one
+    """
+    if isinstance(grid, AttentionGrid):
+        return grid.resolve(n)
+    if grid != "auto":
+        raise Unsupported(f"grid={grid!r} must be an AttentionGrid(ulysses=, ring=, merge=) or the word auto")
+    return AttentionGrid() if n == 1 else None
+
+
 def resolve_grid(
     grid: AttentionGrid | str,
     q_layout: SequenceLayout,
@@ -460,10 +472,6 @@ def resolve_grid(
 
     raises      Unsupported when the sizes do not multiply to the number of ranks, or the word is another one
     """
-    if isinstance(grid, AttentionGrid):
-        return grid.resolve(q_layout.n)
-    if grid != "auto":
-        raise Unsupported(f"grid={grid!r} must be an AttentionGrid(ulysses=, ring=, merge=) or the word auto")
-    if q_layout.n == 1:
-        return AttentionGrid()
+    if (given := given_grid(grid, q_layout.n)) is not None:
+        return given
     return choose_grid(q_layout, kv_layout, mask, num_heads, num_kv_heads, D, Dv, itemsize)

@@ -7,6 +7,7 @@ from, gradients of others' rows and keys go home while own ones are computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from tpattn.errors import Unsupported
 from tpattn.kernels import Accumulator, Backend, Gradients, attend, attend_backward, choose, merge, stand_in
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
-from tpattn.schedule import Ranges, Schedule, Spec, count, resolve_grid, schedule
+from tpattn.schedule import Ranges, Schedule, Spec, count, given_grid, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
 Sums = dict[tuple[Any, ...], Tensor]
@@ -63,7 +64,8 @@ def sequence_attention(
     remat       keys and rows of others are fetched again in backward instead of kept
     returns     [B, t, H, Dv] in the dtype of q; with return_lse also lse [B, t, H] (float32; float64 for float64), no gradient.
                 A row that may read no key gives 0, lse -inf and gradient 0
-    raises      Unsupported, before anything is sent, for shapes, layouts, masks or options that do not fit
+    raises      Unsupported, before anything is sent, for shapes, layouts, masks or options that do not fit (without a layout
+                the lengths are agreed before a mask can be checked against them)
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
     _check_tensors(q, k, v)
@@ -74,9 +76,12 @@ def sequence_attention(
             f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
             "allowed), key padding masks.padding(valid); additive masks are not supported"
         )
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise Unsupported(f"scale={scale!r} must be a finite number, or None for head_dim ** -0.5")
     backend = choose(kernel, q.device, q.dtype)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
+    given_grid(grid, axis.size)
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
     B, t, H, D = q.shape
     K, Dv = k.shape[2], v.shape[3]
@@ -105,8 +110,9 @@ def sequence_attention(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {list(x.shape)}")
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {got}")
         if x.dtype != q.dtype or x.device != q.device:
             raise Unsupported(
                 f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}"
@@ -125,6 +131,11 @@ def _layouts(
     q: Tensor, k: Tensor, axis: comm.Group, layout: SequenceLayout | None, kv_layout: SequenceLayout | None
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys, checked against the shares; lengths are agreed where no layout is given."""
+    for which, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if given is not None and not isinstance(given, SequenceLayout):
+            raise Unsupported(f"{which} must be a SequenceLayout, or None for contiguous shares; got {type(given).__name__}")
+        if given is not None and given.n != axis.size:
+            raise Unsupported(f"{which} {given!r} is for {given.n} ranks but cp={axis.size}; make it with n={axis.size}")
     if layout is None and kv_layout is None:
         lengths = comm.agree([q.shape[1], k.shape[1]], axis)
         return (SequenceLayout.of_lengths([r[0] for r in lengths]), SequenceLayout.of_lengths([r[1] for r in lengths]))
@@ -133,8 +144,6 @@ def _layouts(
     kv_layout = layout if kv_layout is None else kv_layout
     for name, x, wanted in (("q", q, layout), ("k", k, kv_layout)):
         which = "layout" if name == "q" else "kv_layout"
-        if wanted.n != axis.size:
-            raise Unsupported(f"{which} {wanted!r} is for {wanted.n} ranks but cp={axis.size}; make it with n={axis.size}")
         need = wanted.sizes[axis.rank]
         if x.shape[1] != need:
             whole = f"; {x.shape[1]} is the whole sequence" if x.shape[1] == wanted.T else ""
