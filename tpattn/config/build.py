@@ -53,7 +53,8 @@ def build(cfg: Any, ctx: Any) -> torch.nn.Module:
 def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
     """The decoder of a run: parameters stay float32 where the computation is bfloat16."""
     legs = (cfg.attention.ulysses, cfg.attention.ring, cfg.attention.merge)
-    arguments = _plain(cfg.model) | {
+    arguments: dict[str, Any] = _plain(cfg.model)
+    arguments |= {
         "seed": cfg.train.seed,
         "dtype": "float64" if cfg.train.dtype == "float64" else "float32",
         "compute_dtype": cfg.train.dtype,
