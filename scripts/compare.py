@@ -65,7 +65,7 @@ def compare(folder: Path, steps: int) -> tuple[Columns, int, str]:
     with ParallelContext.single() as ctx:
         run = parts(cfg, ctx)
         columns = Columns(wanted)
-        columns.say(f"  step {f'loss, {ranks} ranks':>18} {'loss, 1 process':>18}")
+        columns.say(f"  step {f'loss, {ranks} rank' + 's' * (ranks > 1):>18} {'loss, 1 process':>18}")
         train(
             run.model,
             run.optimizer,

@@ -20,4 +20,3 @@ launch_local 4 "$REPO/scripts/train.py" experiment=quickstart run.dir="$run" "$@
 
 printf '\nthe same seed on one process:\n'
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$VENV/bin/python" -P "$REPO/scripts/compare.py" "$run"
-printf '\npicture %s\nnext    %s train.steps=400 data.path=FILE_OR_FOLDER\n' "$run/loss.png" "$0"

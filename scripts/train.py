@@ -159,14 +159,14 @@ def finish(cfg: Config, ctx: ParallelContext, folder: Path, argv: list[str]) -> 
     print(f"picture {shown(picture)}")
     script = Path(sys.argv[0])
     if ctx.world.size > 1 and ctx.device.type == "cpu":
-        print(f"compare {command('python')} {shown(script.with_name('compare.py'))} {shlex.quote(shown(folder))}")
+        print(f"compare {command('python')} {shlex.quote(shown(script.with_name('compare.py')))} {shlex.quote(shown(folder))}")
     words = [word for word in argv if not word.startswith(("run.dir=", "train.stop_at=", "train.resume="))]
     if last_step(cfg) < cfg.train.steps:
         words.append(f"run.dir={shown(folder)}")
     else:
         words = [word for word in words if not word.startswith("data")] + ["data.path=FILE_OR_FOLDER"]
     start = command("python") if ctx.world.size == 1 else f"{command('torchrun')} --standalone --nproc-per-node {ctx.world.size}"
-    print(f"next    {start} {shown(script)} {shlex.join(words)}")
+    print(f"next    {start} {shlex.quote(shown(script))} {shlex.join(words)}")
 
 
 def command(name: str) -> str:

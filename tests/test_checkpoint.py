@@ -175,7 +175,7 @@ BROKEN = {
     "index is cut": (lambda p: _cut(p / ".metadata"), r"the checkpoint is broken: \.metadata has 1000 bytes of \d+"),
     "data is missing": (lambda p: (p / "__0_0.distcp").unlink(), "the checkpoint is broken: __0_0.distcp is missing"),
     "data is cut": (lambda p: _cut(p / "__0_0.distcp"), r"the checkpoint is broken: __0_0.distcp has 1000 bytes of \d+"),
-    "data is zero": (lambda p: _blank(p / "__0_0.distcp"), "the checkpoint is broken: on rank 0: "),
+    "data is zero": (lambda p: _blank(p / "__0_0.distcp"), "the checkpoint is broken, remove it, .* older one: on rank 0: "),
 }
 
 
@@ -235,6 +235,13 @@ def test_a_place_that_cannot_be_written_is_the_same_error_on_every_rank_and_noth
             save(tmp_path / "file", run.model, run.optimizer, ctx=ctx, step=1)
         save(tmp_path / "good", run.model, run.optimizer, ctx=ctx, step=1)
         assert load(tmp_path / "good", run.model, run.optimizer, ctx=ctx)["step"] == 1
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path):
+    run, other = Run(ParallelContext.single()), Run(ParallelContext.single())
+    with pytest.raises(CheckpointError, match=r"holds parameters that are not the model's, of shapes \[\[29, 24\], "):
+        save(tmp_path, run.model, other.optimizer, ctx=run.ctx, step=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_optimizer_that_keeps_other_things_than_tensors_is_refused(tmp_path):

@@ -462,6 +462,20 @@ def test_at_most_two_messages_are_on_their_way(rank, world, kind):
 
 
 @ranks(2)
+@pytest.mark.parametrize("offset, widths", [
+    (1, [128, 128, 44]), (32, [128, 128, 44]), (100, [200, 100]), (200, [200, 100]), (999, [300]),
+])
+def test_small_pieces_are_multiplied_together(rank, world, offset, widths):
+    """Buffers hold `offset` rows, or the 128 for which a product is efficient; messages stay at `offset`."""
+    call = products._agree("nt", torch.ones(2, 3), torch.ones(300, 3), offset, None)
+    (own, first, whole), *pieces = products._pieces(torch.full((300, 3), float(rank)), -2, call)
+    assert (own, first, len(whole)) == (rank, 0, 300)
+    assert [len(piece) for _, _, piece in pieces] == widths
+    assert [first for _, first, _ in pieces] == [sum(widths[:i]) for i in range(len(widths))]
+    assert all(peer == 1 - rank and (piece == peer).all() for peer, _, piece in pieces)
+
+
+@ranks(2)
 def test_nothing_is_sent_when_there_is_nothing_to_send(rank, world):
     """Batch 0, or no columns: known to all ranks."""
     with ledger() as book:

@@ -141,7 +141,7 @@ def test_compare_prints_both_columns_and_their_difference(start, text):
     start(*SMALL, "run.dir=a", "train.steps=6")
     status, out, err = start("a", "--steps", "4", script=compare)
     assert (status, err) == (0, [])
-    assert out[0].split() == ["step", "loss,", "1", "ranks", "loss,", "1", "process"]
+    assert out[0].split() == ["step", "loss,", "1", "rank", "loss,", "1", "process"]
     rows = [[float(word) for word in line.split()] for line in out[1:5]]
     assert [(row[0], row[1]) for row in rows] == [(step, round(loss, 9)) for step, loss, _ in losses("a")[:4]]
     assert out[5] == "largest difference 0.0e+00, 0.0e+00 of the loss: rounding"

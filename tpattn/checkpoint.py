@@ -29,6 +29,7 @@ _STATE = "state.json"
 _FORMAT = 1
 _NAME = re.compile(r"step_(\d+)")
 _SHOWN = 4
+_REMEDY = "remove it, or name an older one"
 
 
 class CheckpointError(TpattnError, ValueError):
@@ -76,6 +77,7 @@ def load(
 ) -> dict[str, Any]:
     """Fill model and optimizer from a checkpoint, saved on any mesh. Every rank calls it; rank 0's path counts.
 
+    optimizer   gets what it kept for each parameter; its options, such as the learning rate, stay the caller's
     path        a checkpoint, or a folder of them (its newest is taken), or a run's folder
     returns     step, mesh, torch and about, as `save` kept them
     raises      CheckpointError on every rank: not a checkpoint, broken, or of another model. When files are found broken while
@@ -86,7 +88,7 @@ def load(
     chosen = Path(from_rank0(str(_choose(Path(path).absolute())), ctx))
     state = together(lambda: _read_state(chosen), ctx)
     tensors = together(lambda: _targets(chosen, state, model, optimizer), ctx)
-    with _errors(f"{chosen}: the checkpoint is broken"):
+    with _errors(f"{chosen}: the checkpoint is broken, {_REMEDY}"):
         dcp.load(
             tensors, storage_reader=dcp.FileSystemReader(chosen), process_group=ctx.world.group, no_dist=ctx.world.size == 1
         )
@@ -163,7 +165,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / _STATE).read_text())
         whole = {"step", "tensors", "files", "mesh", "torch", "about"} <= set(state) and isinstance(state["step"], int)
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: the checkpoint is broken: {_STATE} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: the checkpoint is broken: {_STATE} cannot be read: {error}; {_REMEDY}") from error
     if not whole or state.get("format") != _FORMAT:
         have = state.get("format") if isinstance(state, dict) else None
         raise CheckpointError(f"{path}: {_STATE} is of format {have!r}; this version of tpattn reads format {_FORMAT}")
@@ -171,7 +173,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         file = path / Path(name).name
         have = f"has {file.stat().st_size} bytes of {size}" if file.exists() else "is missing"
         if have != f"has {size} bytes of {size}":
-            raise CheckpointError(f"{path}: the checkpoint is broken: {file.name} {have}")
+            raise CheckpointError(f"{path}: the checkpoint is broken: {file.name} {have}; {_REMEDY}")
     return dict(state)
 
 
@@ -212,6 +214,10 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     """Everything to save, by name: each parameter and buffer once, and what the optimizer keeps for each parameter."""
     tensors = {f"model.{name}": x.detach() for name, x in _model_tensors(model).items()}
     if optimizer is not None:
+        ours = {id(p) for p in model.parameters()}
+        strangers = [list(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in ours]
+        if strangers:
+            raise CheckpointError(f"the optimizer holds parameters that are not the model's, of shapes {strangers[:_SHOWN]}")
         for name, p in model.named_parameters():
             for key, value in optimizer.state.get(p, {}).items():
                 if not isinstance(value, Tensor):

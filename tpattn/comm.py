@@ -232,7 +232,9 @@ def exchange(
 
 
 def _pack(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
-    """The tensors' bytes end to end: [size] uint8; each is copied once."""
+    """The tensors' bytes end to end: [size] uint8; each is copied once, a single contiguous one not at all."""
+    if len(tensors) == 1 and (x := tensors[0]).is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg()):
+        return x.detach().view(-1).view(torch.uint8)
     box = torch.empty(size, dtype=torch.uint8, device=device)
     place = 0
     for x in (x.detach() for x in tensors):

@@ -162,7 +162,7 @@ class Backend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
     ) -> tuple[Tensor, Tensor]:
-        """out [B, H, T, Dv] and lse [B, H, T]; a row without keys gives 0 and -inf."""
+        """out [B, H, T, Dv], in the dtype of q or wider, and lse [B, H, T]; a row without keys gives 0 and -inf."""
         raise NotImplementedError
 
     def backward(
@@ -279,9 +279,11 @@ class CpuFlash(Backend):
     Guards (torch 2.13): empty tensors kill the process, so they never get here; a fully masked row reports lse 0.0; masks are
     additive in q's dtype; Dv must equal D, so the narrower side is padded with zeros, which change neither scores nor outputs;
     a last dimension that is not contiguous is read as if it were (numbers from other memory), so such a tensor is copied; its
-    causal flag multiplies -inf by the scale, so a scale of 0 or less goes into q.
+    causal flag multiplies -inf by the scale, so a scale of 0 or less goes into q. In bfloat16 and float16 it rounds the output of
+    each call, which adds up when a row is the sum of many small calls: those are computed in float32, at no cost in time.
     """
 
+    _few_keys = 128
     name = "cpu_flash"
     note = "CPU, float32, float64, bfloat16, float16"
 
@@ -319,6 +321,8 @@ class CpuFlash(Backend):
     ) -> tuple[Tensor, Tensor]:
         Dv = v.shape[-1]
         q, scale, _ = self._positive(q, scale)
+        if k.shape[2] <= self._few_keys and q.dtype in (torch.bfloat16, torch.float16):
+            q, k, v = q.float(), k.float(), v.float()
         q, k, v = self._pad(q, k, v)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, isinstance(mask, str), attn_mask=self._additive(mask, q.dtype), scale=scale

@@ -71,13 +71,20 @@ def row_linear(x: Tensor, local_weight: Tensor, group: Any = None, input_is_para
 def enter(x: Tensor, tp: comm.Group, sequence_parallel: bool, token_sizes: Sequence[int] | None) -> Tensor:
     """The input of a column-divided product: all tokens, on every tp rank. Gradient: summed over tp."""
     if sequence_parallel:
-        return comm.gather_sum(x, tp, x.dim() + _TOKENS, token_sizes)
+        return comm.gather_sum(x, tp, _token_dim(x), token_sizes)
     return comm.replicate(x, tp)
 
 
 def leave(y: Tensor, tp: comm.Group, sequence_parallel: bool) -> Tensor:
     """The output of a row-divided product: the sum over tp, whole or as this rank's token shard."""
-    return comm.scatter_sum(y, tp, y.dim() + _TOKENS) if sequence_parallel else comm.reduce(y, tp)
+    return comm.scatter_sum(y, tp, _token_dim(y)) if sequence_parallel else comm.reduce(y, tp)
+
+
+def _token_dim(x: Tensor) -> int:
+    """The dimension of the tokens of [.., t, M], from the front."""
+    if x.dim() < -_TOKENS:
+        raise Unsupported(f"sequence_parallel divides tokens: it needs [.., tokens, width], got {list(x.shape)}")
+    return x.dim() + _TOKENS
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -153,9 +160,10 @@ class RowParallelLinear(ShardedModule):
         init: Init = "default",
     ) -> None:
         super().__init__(ctx, dtype)
-        shape = (in_features,) if isinstance(in_features, int) else tuple(in_features)
+        shape = tuple(in_features) if isinstance(in_features, (tuple, list)) else (in_features,)
+        for size in shape:
+            check_counts(self, in_features=size, out_features=out_features)
         self.in_features, self.out_features = math.prod(shape), out_features
-        check_counts(self, in_features=self.in_features, out_features=out_features)
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self._input_sizes = [n * math.prod(shape[1:]) for n in chunk_sizes(shape[0], ctx.tp.size)]
         fill = weight_fill(init, self.in_features, out_features)

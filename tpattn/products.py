@@ -8,6 +8,7 @@ gradients are two of the others, so the same three functions run forward and bac
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +21,9 @@ from tpattn import comm
 from tpattn.errors import Unsupported
 from tpattn.layout import split_sizes
 
-_IN_FLIGHT = 2  # messages on their way; those that have arrived are multiplied as one, since a product of 32 columns is slow
+_IN_FLIGHT = 2  # messages on their way
+_WIDTH = 128  # pieces are joined to this many rows or columns before they are multiplied: by 32 it would take 1.6 times as long
+_ROWS = 1024  # thin products are made by blocks of this many rows, 5 to 10 % faster on CPU: the block stays in the cache
 
 
 def distributed_matmul_nt(left: Tensor, right: Tensor, offset: int = 32, group: Any = None) -> Tensor:
@@ -335,18 +338,23 @@ def _pieces(right: Tensor, dim: int, call: _Call) -> Iterator[tuple[int, int, Te
         own = right.narrow(dim, min(start, right.shape[dim]), shapes[axis.rank][dim])
         return comm.start_gather(own, shapes, axis, direction=call.direction)
 
-    def start_some(step: int) -> list[Any]:
-        return [start_message(start) for start in starts[step : step + _IN_FLIGHT]]
-
-    waits = start_some(0)
+    waits = deque(start_message(start) for start in starts[:_IN_FLIGHT])
     yield axis.rank, 0, right
-    for step in range(0, len(starts), _IN_FLIGHT):
-        arrived = [wait() for wait in waits]
-        waits = start_some(step + _IN_FLIGHT)
-        for rank in range(axis.size):
-            shares = [message[rank] for message in arrived if message[rank].shape[dim]]
-            if rank != axis.rank and shares:
-                yield rank, starts[step], shares[0] if len(shares) == 1 else torch.cat(shares, dim)
+    joined: list[list[Tensor]] = [[] for _ in range(axis.size)]  # by rank, what has arrived since `first`
+    first = 0
+    for i, start in enumerate(starts):
+        arrived = waits.popleft()()
+        waits.extend(start_message(later) for later in starts[i + _IN_FLIGHT : i + _IN_FLIGHT + 1])
+        for rank, piece in enumerate(arrived):
+            if rank != axis.rank and piece.shape[dim]:
+                joined[rank].append(piece)
+        del arrived, piece
+        stop = start + call.offset
+        if stop - first >= _WIDTH or i == len(starts) - 1:
+            for rank, shares in enumerate(joined):
+                if shares:
+                    yield rank, first, shares[0] if len(shares) == 1 else torch.cat(shares, dim)
+            joined, first = [[] for _ in range(axis.size)], stop
 
 
 def _flat(x: Tensor, lead: torch.Size) -> Tensor:
@@ -359,7 +367,10 @@ def _flat(x: Tensor, lead: torch.Size) -> Tensor:
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> None:
     """out [n, i, k] = a [n, i, j] b [n, j, k], or += that; in the dtype of a, added in that of out."""
-    if out.dtype != a.dtype:
+    if out.is_cpu and b.shape[2] <= 2 * _WIDTH and a.shape[1] > _ROWS:
+        for block, rows in zip(out.split(_ROWS, 1), a.split(_ROWS, 1), strict=True):
+            _multiply(block, rows, b, add)
+    elif out.dtype != a.dtype:
         product = torch.bmm(a, b) if a.shape[0] != 1 else torch.mm(a[0], b[0])[None]
         out.add_(product.to(out.dtype)) if add else out.copy_(product)
     elif a.shape[0] == 1:

@@ -464,7 +464,7 @@ def _ragged(lo: Tensor, hi: Tensor, row: int, rows: int) -> list[Tile]:
 def fixed_tiles(lo: Tensor, hi: Tensor, block: Tensor, table: bool) -> list[Tile]:
     """Tiles that depend on the limits of whole row blocks alone; lo, hi, block int64 [rows].
 
-    Each block of rows is computed run by run of the keys that any of its rows reads: what all rows read in one call, then the rest.
+    Each block of rows is computed run by run of the keys that any of its rows reads: left edge, what all rows read, right edge.
     """
     tiles = []
     for b in torch.unique_consecutive(block).tolist():
@@ -667,6 +667,18 @@ def _choose(
 AttentionGrid.choose = staticmethod(_choose)  # declared there, made here: choosing needs masks, work and bytes
 
 
+def given_grid(grid: AttentionGrid | str, n: int) -> AttentionGrid | None:
+    """`grid` for n ranks as far as it is known before any layout: None when "auto" is to be chosen.
+
+    raises      Unsupported when the sizes do not multiply to n, or the word is another one
+    """
+    if isinstance(grid, AttentionGrid):
+        return grid.resolve(n)
+    if grid != "auto":
+        raise Unsupported(f"grid={grid!r} must be an AttentionGrid(ulysses=, ring=, merge=) or the word auto")
+    return AttentionGrid() if n == 1 else None
+
+
 def resolve_grid(
     grid: AttentionGrid | str,
     q_layout: SequenceLayout,
@@ -683,10 +695,6 @@ def resolve_grid(
 
     raises      Unsupported when the sizes do not multiply to the number of ranks, or the word is another one
     """
-    if isinstance(grid, AttentionGrid):
-        return grid.resolve(q_layout.n)
-    if grid != "auto":
-        raise Unsupported(f"grid={grid!r} must be an AttentionGrid(ulysses=, ring=, merge=) or the word auto")
-    if q_layout.n == 1:
-        return AttentionGrid()
+    if (given := given_grid(grid, q_layout.n)) is not None:
+        return given
     return choose_grid(q_layout, kv_layout, mask, num_heads, num_kv_heads, D, Dv, itemsize, transport).grid

@@ -7,6 +7,7 @@ from, gradients of others' rows and keys go home while own ones are computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from tpattn.kernels import Accumulator, Backend, Change, Gradients, Tile, attend
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.random import RandomKey
-from tpattn.schedule import ALL, FIXED, Ranges, Schedule, Spec, count, inside, minus, resolve_grid, schedule
+from tpattn.schedule import ALL, FIXED, Ranges, Schedule, Spec, count, given_grid, inside, minus, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
 Sums = dict[tuple[Any, ...], Tensor]
@@ -78,7 +79,8 @@ def sequence_attention(
     remat       keys and rows of others are fetched again in backward instead of kept
     returns     [B, t, H, Dv] in the dtype of q; with return_lse also lse [B, t, H] (float32; float64 for float64), no gradient.
                 A row that may read no key gives 0, lse -inf and gradient 0
-    raises      Unsupported, before anything is sent, for shapes, layouts, masks or options that do not fit
+    raises      Unsupported, before anything is sent, for shapes, layouts, masks or options that do not fit (without a layout
+                the lengths are agreed before a mask can be checked against them)
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
     _check_tensors(q, k, v)
@@ -89,11 +91,14 @@ def sequence_attention(
             f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
             "allowed), key padding masks.padding(valid); additive masks are not supported"
         )
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise Unsupported(f"scale={scale!r} must be a finite number, or None for head_dim ** -0.5")
     _check_changes(q, softcap, alibi_slopes, sinks, dropout)
     changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
     backend = choose(kernel, q.device, q.dtype, changes)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
+    given_grid(grid, axis.size)
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
     B, t, H, D = q.shape
     K, Dv = k.shape[2], v.shape[3]
@@ -103,8 +108,8 @@ def sequence_attention(
     plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic))
     if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
         raise Unsupported(
-            f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, got "
-            f"{transport}, {found} and {q_layout!r}; SequenceLayout.contiguous(T, n, block={FIXED}) has such edges, zigzag too"
+            f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, "
+            f"got {transport}, {found} and {q_layout!r}; SequenceLayout.contiguous(T, n, block={FIXED}) has such edges, zigzag too"
         )
     q_order, k_order = _ascending(q_layout, axis.rank), _ascending(kv_layout, axis.rank)
     if q_order is not None:
@@ -130,8 +135,9 @@ def sequence_attention(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {list(x.shape)}")
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {got}")
         if x.dtype != q.dtype or x.device != q.device:
             raise Unsupported(
                 f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}"
@@ -165,6 +171,11 @@ def _layouts(
     q: Tensor, k: Tensor, axis: comm.Group, layout: SequenceLayout | None, kv_layout: SequenceLayout | None
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """The layouts of queries and keys, checked against the shares; lengths are agreed where no layout is given."""
+    for which, given in (("layout", layout), ("kv_layout", kv_layout)):
+        if given is not None and not isinstance(given, SequenceLayout):
+            raise Unsupported(f"{which} must be a SequenceLayout, or None for contiguous shares; got {type(given).__name__}")
+        if given is not None and given.n != axis.size:
+            raise Unsupported(f"{which} {given!r} is for {given.n} ranks but cp={axis.size}; make it with n={axis.size}")
     if layout is None and kv_layout is None:
         lengths = comm.agree([q.shape[1], k.shape[1]], axis)
         return (SequenceLayout.of_lengths([r[0] for r in lengths]), SequenceLayout.of_lengths([r[1] for r in lengths]))
@@ -173,8 +184,6 @@ def _layouts(
     kv_layout = layout if kv_layout is None else kv_layout
     for name, x, wanted in (("q", q, layout), ("k", k, kv_layout)):
         which = "layout" if name == "q" else "kv_layout"
-        if wanted.n != axis.size:
-            raise Unsupported(f"{which} {wanted!r} is for {wanted.n} ranks but cp={axis.size}; make it with n={axis.size}")
         need = wanted.sizes[axis.rank]
         if x.shape[1] != need:
             whole = f"; {x.shape[1]} is the whole sequence" if x.shape[1] == wanted.T else ""

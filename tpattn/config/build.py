@@ -53,7 +53,7 @@ def build(cfg: Any, ctx: Any) -> torch.nn.Module:
 def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
     """The decoder of a run: parameters stay float32 where the computation is bfloat16."""
     legs = (cfg.attention.ulysses, cfg.attention.ring, cfg.attention.merge)
-    arguments = _plain(cfg.model) | {
+    other_groups: dict[str, Any] = {
         "seed": cfg.train.seed,
         "dtype": "float64" if cfg.train.dtype == "float64" else "float32",
         "compute_dtype": cfg.train.dtype,
@@ -61,7 +61,7 @@ def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
         "transport": cfg.attention.transport,
         "sequence_parallel": cfg.parallel.sequence_parallel,
     }
-    return _make("Transformer", arguments, ctx)
+    return _make("Transformer", _plain(cfg.model) | other_groups, ctx)
 
 
 def _make(name: Any, arguments: dict[str, Any], ctx: Any) -> torch.nn.Module:

@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -104,30 +105,37 @@ def _clock(seconds: float) -> str:
 
 def draw_loss(folder: str | os.PathLike[str], title: str = "") -> Path:
     """The picture of the loss over the steps in the run's metrics.jsonl: folder/loss.png."""
-    # Imported here: it takes a third of a second. A first start says that it builds its font cache, which nobody needs to know.
-    logger = logging.getLogger("matplotlib.font_manager")
+    metrics = read_metrics(folder)
+    steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
+    path = Path(folder) / PICTURE
+    with _matplotlib_silent():
+        from matplotlib.figure import Figure  # here, it takes a third of a second; without pyplot: no window system, no globals
+
+        figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        many = len(steps) >= 50
+        axes.plot(steps, losses, color="tab:blue", linewidth=1 if many else 2, alpha=0.4 if many else 1, label="each step")
+        if many:
+            axes.plot(steps, _running_mean(losses, len(steps) // 25), color="tab:blue", linewidth=2, label="running mean")
+            axes.legend(frameon=False)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss, nats per token")
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        figure.savefig(path)
+    return path
+
+
+@contextmanager
+def _matplotlib_silent() -> Iterator[None]:
+    """At a first start, or without a home folder, matplotlib logs where it keeps its font cache: nothing to act on."""
+    logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        from matplotlib.figure import Figure  # without pyplot: no window system, no global state, the Agg renderer
+        yield
     finally:
         logger.setLevel(level)
-    metrics = read_metrics(folder)
-    steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    many = len(steps) >= 50
-    axes.plot(steps, losses, color="tab:blue", linewidth=1 if many else 2, alpha=0.4 if many else 1, label="each step")
-    if many:
-        axes.plot(steps, _running_mean(losses, len(steps) // 25), color="tab:blue", linewidth=2, label="running mean")
-        axes.legend(frameon=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.set_title(title, fontsize="medium")
-    axes.grid(alpha=0.3)
-    path = Path(folder) / PICTURE
-    figure.savefig(path)
-    return path
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:

@@ -1,0 +1,80 @@
+"""The parts of a run from its config, on one mesh; and a config that was written to a run's folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pool import ranks
+
+from tpattn import ParallelContext, Unsupported
+from tpattn.config import ConfigError, dump, load, load_dumped, parts
+from tpattn.data import DataError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+WORDS = "some words, again and again; " * 40
+
+
+def config(*argv):
+    return load(["model=tiny", "train=smoke", *argv], CONFIGS)
+
+
+@ranks(2)
+def test_ranks_that_read_another_text_are_told_so_before_training(rank, world, tmp_path):
+    """As on two machines whose disks differ: in what the file says, and in whether it is there."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(WORDS + name)
+    cfg = config(f"data.path={tmp_path / 'a'}")
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        assert parts(cfg, ctx).corpus.num_bytes == len(WORDS) + 1
+        if rank == 1:
+            cfg.data.path = str(tmp_path / "b")
+        with pytest.raises(Unsupported, match="^the text's sha256 is not the same on all ranks: [0-9a-f]{64} on rank 0; "):
+            parts(cfg, ctx)
+        if rank == 1:
+            cfg.data.path = str(tmp_path / "c")
+        with pytest.raises(Unsupported, match=f"^rank 1: data.path={tmp_path / 'c'}: no such file or folder"):
+            parts(cfg, ctx)
+
+
+@ranks(2)
+def test_what_does_not_fit_is_found_before_training(rank, world, tmp_path):
+    (tmp_path / "a").write_text(WORDS)
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        with pytest.raises(DataError, match="batch_size=1 gives nothing to some of the dp=2 ranks"):
+            parts(config(f"data.path={tmp_path / 'a'}", "train.batch_size=1", "parallel.dp=-1"), ctx)
+        with pytest.raises(DataError, match="too few for one sample of seq_len=9000"):
+            parts(config(f"data.path={tmp_path / 'a'}", "train.seq_len=9000"), ctx)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "logits"),
+    [("float32", torch.float32, None), ("float64", torch.float64, None), ("bfloat16", torch.float32, torch.bfloat16)],
+)
+def test_train_dtype_is_that_of_the_computation(tmp_path, dtype, weights, logits):
+    """Weights and the optimizer's state stay in float32 under bfloat16."""
+    (tmp_path / "a").write_text(WORDS)
+    with ParallelContext.single(device="cpu") as ctx:
+        run = parts(config(f"data.path={tmp_path / 'a'}", f"train.dtype={dtype}"), ctx)
+        batch = run.batches.batch(0, ctx, run.layout)
+        assert run.model(batch.tokens, layout=run.layout).dtype == (logits or weights)
+        assert {p.dtype for p in run.model.parameters()} == {weights}
+
+
+@pytest.mark.parametrize("argv", [[], ["experiment=quickstart"], ["train=gpu", "model=base", "attention=usp", "parallel=cp4"]])
+def test_a_written_config_reads_back_as_it_was(tmp_path, argv):
+    cfg = load([*argv, "optim.lr=1e-17", "train.stop_at=null", "run.dir=a: b #c", "optim.clip=null"], CONFIGS)
+    (tmp_path / "config.yaml").write_text(dump(cfg))
+    assert load_dumped(tmp_path / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(None, "cannot read the file: No such file"), ("a: [", "no config of a run: "), ("- 1", "needed: groups of keys"),
+     ("trian: {}", "trian"), ("train: {stepps: 3}", "Did you mean train.steps")],
+)  # fmt: skip
+def test_what_is_no_written_config_is_one_message(tmp_path, text, told):
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        load_dumped(tmp_path / "config.yaml")
+    assert "\n" not in str(error.value)
