@@ -109,7 +109,7 @@ def sequence_attention(
     if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
         raise Unsupported(
             f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, "
-            f"got {transport}, {found} and {q_layout!r}; SequenceLayout.contiguous(T, n, block={FIXED}) has such edges, zigzag too"
+            f"got {transport}, {found} and {q_layout!r}; SequenceLayout.contiguous(T, n, block={FIXED}) has such, zigzag too"
         )
     q_order, k_order = _ascending(q_layout, axis.rank), _ascending(kv_layout, axis.rank)
     if q_order is not None:
