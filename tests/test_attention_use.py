@@ -25,7 +25,7 @@ CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 LAYOUT = SequenceLayout.zigzag(8, 2)
 Q, KV = torch.ones(2, 4, 4, 6), torch.ones(2, 4, 2, 6)
 REFUSED = {
-    "transport": ({"transport": "rotat"}, ["transport='rotat'", "exchange", "rotate"]),
+    "rotat": ({"transport": "rotat"}, ["transport='rotat'", "exchange", "rotate"]),
     "transport": ({"transport": None}, ["transport=None"]),
     "bool tensor": ({"mask": torch.ones(4, 8, dtype=torch.bool)}, ["Tensor", "masks.dense(x)", "masks.padding"]),
     "additive": ({"mask": torch.zeros(4, 8)}, ["Tensor", "additive"]),

@@ -1,6 +1,8 @@
 """Who computes what and who sends what, without a process: each allowed pair once, nothing travels unneeded, bytes as derived."""
 
 import functools
+import math
+import random
 
 import pytest
 import torch
@@ -334,7 +336,7 @@ def test_documents_inside_shares_send_nothing():
 def test_auto_takes_ulysses_for_contiguous_causal_shares(n):
     """A ring would leave the first rank idle; ulysses is even. A zigzag layout needs no such thing."""
     layout = SequenceLayout.contiguous(8 * n, n)
-    assert choose_grid(layout, layout, CAUSAL, 2 * n, 2 * n, 8, 8, 4) == AttentionGrid(n, 1, 1)
+    assert choose_grid(layout, layout, CAUSAL, 2 * n, 2 * n, 8, 8, 4).grid == AttentionGrid(n, 1, 1)
     ring = plan(layout, CAUSAL, (1, n, 1), 2 * n, 2 * n)
     assert max(ring.work(c) for c in range(n)) > 1.3 * sum(ring.work(c) for c in range(n)) / n
 
@@ -342,7 +344,7 @@ def test_auto_takes_ulysses_for_contiguous_causal_shares(n):
 @functools.cache
 def best(n, H, K, T, kind, mask, itemsize):
     layout = getattr(SequenceLayout, kind)(T, n)
-    return choose_grid(layout, layout, mask, H, K, 16, 16, itemsize)
+    return choose_grid(layout, layout, mask, H, K, 16, 16, itemsize).grid
 
 
 @pytest.mark.parametrize(("n", "H", "K", "kind", "mask", "grid"), [
@@ -385,3 +387,39 @@ def test_grids_that_do_not_fit_are_refused():
         assert all(word in str(error.value) for word in words)
     alone = SequenceLayout.contiguous(8, 1)
     assert resolve_grid("auto", alone, alone, FULL, 2, 2, 4, 4, 4) == AttentionGrid()
+
+
+def test_a_choice_says_why():
+    """AttentionGrid.choose gives what "auto" takes, and a line for each grid: taken, or too uneven, with its bytes."""
+    layout = SequenceLayout.contiguous(32, 4)
+    choice = AttentionGrid.choose(layout, CAUSAL, 4, 4, 8)
+    assert choice.grid == resolve_grid("auto", layout, layout, CAUSAL, 4, 4, 8, 8, 4) == AttentionGrid(4, 1, 1)
+    lines = choice.explain().splitlines()
+    assert len(lines) == 2 + len(AttentionGrid.all_of(4))
+    assert lines[1].startswith("4 x 1 x 1") and lines[1].endswith("taken")
+    assert next(line for line in lines if line.startswith("1 x 4 x 1")).endswith("work too uneven")
+
+
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_balanced_layouts_even_out_any_mask(n):
+    """Work within 1.05 of the mean and equal token counts for documents of very unequal lengths, fewer keys than a full ring."""
+    r, traffic = random.Random(n), []
+    T = 64 * 128 * n
+    for _ in range(6):
+        lengths = []
+        while sum(lengths) < T:
+            lengths.append(min(int(math.exp(r.uniform(math.log(16), math.log(T)))), T - sum(lengths)))
+        mask = CAUSAL & masks.documents(lengths)
+        layout = SequenceLayout.balanced(mask, T, n)
+        assert max(layout.sizes) - min(layout.sizes) <= 128
+        assert torch.equal(layout.rank_order.sort().values, torch.arange(T))
+        assert all(layout.ascending(c) for c in range(n))
+        p = plan(layout, mask, (1, n, 1))
+        work = [p.work(c) for c in range(n)]
+        assert max(work) <= 1.05 * sum(work) / n
+        plain = plan(SequenceLayout.contiguous(T, n), mask, (1, n, 1))
+        assert max(work) <= max(plain.work(c) for c in range(n))
+        traffic.append(sum(count(p.keys(0, c, s)) for c in range(n) for s in range(n) if s != c) / ((n - 1) * T))
+    assert sum(traffic) / len(traffic) <= 0.6
+    assert SequenceLayout.balanced(CAUSAL, 5, 4) == SequenceLayout.balanced(CAUSAL, 5, 4)
+    assert sum(SequenceLayout.balanced(CAUSAL, 0, 4).sizes) == 0
