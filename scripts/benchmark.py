@@ -6,10 +6,10 @@
 
 Method. `--ranks` (2) processes of one thread each, over gloo, against torch's fastest serial call in one process with as many
 threads as there are ranks; float32. Each side sleeps while the other runs. After one warm-up of each, `--pairs` (12) pairs of
-serial and sharded run in turn, each in processes of its own; a pair's ratio is serial time / slowest rank's time, so 1.00 means that sharding costs nothing
+serial and sharded run in turn; a pair's ratio is serial time / slowest rank's time, so 1.00 means that sharding costs nothing
 and every rank does its part of the work. Shown are the median of the ratios, their quartiles, and the median times. Peak is the
 growth of resident memory in the first call, after a tiny one that loads libraries and connects the ranks: of the worst rank,
-and of the serial process. Received is what the ledger counts, mean over ranks. Each row starts fresh processes.
+and of the serial process. Received is what the ledger counts, mean over ranks. Each row starts fresh processes for both sides.
 Close other programs first: on two cores a browser is visible in every ratio.
 """
 

@@ -48,12 +48,12 @@ def finish_gradients(model: nn.Module) -> None:
     for p in open_:
         state = gradient_state(p)
         assert state is not None
-        state.raw, state.mixed, state.finished = False, False, p.grad
+        state.finish(p.grad)
 
 
 def _is_finished(p: Tensor) -> bool:
     state = gradient_state(p)
-    return state is not None and not state.raw and p.grad is not None and state.finished is p.grad
+    return state is not None and not state.raw and state.has_finished(p.grad)
 
 
 def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, bool]]:

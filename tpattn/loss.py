@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss = loss + smoothing * (lse - total[2] / V)
         node.save_for_backward(logits, lse, weight, own, column)
         node.numbers = V, smoothing, z_loss
-        return loss * weight
+        return torch.where(weight == 0, 0.0, loss * weight)  # an ignored token may stand on a logit of -inf
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -55,7 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
         d *= (1.0 + 2.0 * z_loss * lse)[:, None]
         if smoothing:
             d -= smoothing / V
-        d.scatter_add_(-1, column[:, None], torch.where(own, smoothing - 1.0, 0.0).to(d.dtype)[:, None])
+        d.scatter_add_(-1, column[:, None], (own.to(d.dtype) * (smoothing - 1.0))[:, None])
         d *= (g.to(d.dtype) * weight)[:, None]
         return d.to(logits.dtype), None, None, None, None, None, None, None
 
@@ -89,6 +89,10 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: vocab_size={vocab_size} over tp={ctx.tp.size} gives rank {ctx.tp.rank} logits [.., "
             f"{sizes[ctx.tp.rank]}] with targets [..], got {list(logits.shape)} and {list(target.shape)}"
         )
+    if target.dtype not in (torch.int64, torch.int32) or not logits.is_floating_point():
+        raise Unsupported(
+            f"vocab_parallel_cross_entropy needs float logits and integer targets, got {logits.dtype} and {target.dtype}"
+        )
     if reduction not in ("none", "sum"):
         raise Unsupported(
             f"reduction={reduction!r} must be none or sum; for the mean over all counted tokens use tpattn.token_mean"
@@ -106,7 +110,7 @@ def vocab_parallel_cross_entropy(
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     weight = counted.to(wide) if token_weight is None else counted * token_weight.detach().to(wide)
     rows = logits.reshape(-1, logits.shape[-1])
-    ids = torch.where(counted, target, 0).reshape(-1)
+    ids = torch.where(counted, target, 0).reshape(-1).long()
     start = sum(sizes[: ctx.tp.rank])
     loss = _CrossEntropy.apply(rows, ids, weight.reshape(-1), ctx.tp, start, vocab_size, float(label_smoothing), float(z_loss))
     return loss.sum() if reduction == "sum" else loss.view(target.shape)
@@ -116,12 +120,12 @@ def token_mean(loss_sum: Tensor, count: Tensor | int, *, ctx: ParallelContext) -
     """The mean loss over all counted tokens of dp x cp, the same value on every rank; 0 when none is counted anywhere.
 
     loss_sum    scalar, sum over this rank's tokens
-    count       how many of them are counted; never negative
+    count       how many of them are counted, or the sum of their weights; never negative
     gradient    each rank's own part, 1 / (global count); `finish_gradients` sums the parts
     """
     number = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
     if loss_sum.dim() or number.dim():
         raise Unsupported(f"token_mean needs scalars, got loss_sum {list(loss_sum.shape)} and count {list(number.shape)}")
     total = comm.all_reduce(number, ctx.dp_cp) if ctx.dp_cp.size > 1 else number
-    share = loss_sum / total.clamp(min=1.0).to(loss_sum.dtype)
+    share = loss_sum / torch.where(total == 0, 1.0, total).to(loss_sum.dtype)
     return comm.reduce(share, ctx.dp_cp)

@@ -156,8 +156,17 @@ class _Gradients:
     def __init__(self, tp: comm.Group) -> None:
         self.tp = tp  # its context's; the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes)
         self.raw = False  # a backward has added this rank's part
-        self.finished: Tensor | None = None  # the gradient that finish_gradients has completed
         self.mixed = False  # a backward has added to a completed gradient
+        self._finished: Any = None  # the gradient that finish_gradients has completed; weak, so that zero_grad frees it
+
+    def finish(self, grad: Tensor | None) -> None:
+        """Remember that `grad` is complete."""
+        self.raw = self.mixed = False
+        self._finished = None if grad is None else torch.utils.weak.TensorWeakRef(grad)
+
+    def has_finished(self, grad: Tensor | None) -> bool:
+        """Whether `grad` is the one that was completed."""
+        return grad is not None and self._finished is not None and self._finished() is grad
 
 
 _gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradients; only for contexts of several ranks
@@ -174,7 +183,7 @@ def track(parameter: Tensor, ctx: ParallelContext) -> None:
     _gradients[parameter] = state
 
     def after_backward(p: Tensor) -> None:
-        state.mixed = state.mixed or (state.finished is not None and p.grad is state.finished)
+        state.mixed = state.has_finished(p.grad)  # a new tensor after zero_grad is not
         state.raw = True
 
     parameter.register_post_accumulate_grad_hook(after_backward)
