@@ -340,6 +340,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "forward") -> Tensor:
     """The sum (or max, min) of x over the group, as a new tensor, bit-equal on all ranks. Without a gradient.
 
+    A nan survives a sum; gloo's max and min may drop it (torch 2.13).
     Sums in low precision travel as exchange, float32 sum and all-gather: the same bytes, rounded once per direction.
     """
     x = x.detach()

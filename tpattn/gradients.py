@@ -105,6 +105,13 @@ def _like_parameter(grad: Tensor, p: Tensor) -> Tensor:
     return DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
+def _largest(x: Tensor, group: comm.Group) -> Tensor:
+    """The maximum over the group, nan when any rank has nan: gloo's own maximum drops it (torch 2.13)."""
+    values = torch.stack([x.nan_to_num(0.0, torch.inf), x.isnan().to(x.dtype)])
+    largest, lost = comm.all_reduce(values, group, op="max", direction="backward")
+    return torch.where(lost > 0, torch.nan, largest)
+
+
 # ---- the norm --------------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +156,7 @@ def clip_grad_norm_(
         else:
             plain = torch.maximum(plain, part) if infinite else plain + part
     for group, part in sums.values():
-        part = comm.all_reduce(part, group, op="max" if infinite else "sum", direction="backward")
+        part = _largest(part, group) if infinite else comm.all_reduce(part, group, direction="backward")
         plain = torch.maximum(plain, part) if infinite else plain + part
     norm = plain if infinite else plain ** (1.0 / norm_type)
     norm = norm.to(torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32)
