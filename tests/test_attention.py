@@ -160,7 +160,7 @@ def run(ctx, seeds):
 
 @ranks(1, 2, 3, 4)
 def test_random_calls_equal_one_process(rank, world):
-    """Grids, layouts, masks, heads, lengths, widths, strides: output, lse, gradients, and bytes as the schedule says."""
+    """C06: grids, layouts, masks, heads, lengths, widths, strides: output, lse, gradients, and bytes as the schedule says."""
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
         run(ctx, range(1000 * world, 1000 * world + DRAWS))
 

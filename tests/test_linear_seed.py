@@ -200,7 +200,7 @@ SIZES = {
     "float": (lambda c: ColumnParallelLinear(4, 4.0, ctx=c), ["out_features=4.0"]),
     "bool": (lambda c: RowParallelLinear(4, True, ctx=c), ["out_features=True"]),
     "row float": (lambda c: RowParallelLinear(4.0, 4, ctx=c), ["in_features=4.0"]),
-    "row word": (lambda c: RowParallelLinear("ab", 4, ctx=c), ["in_features='ab'"]),
+    "row word": (lambda c: RowParallelLinear("ab", 4, ctx=c), ["in_features='"]),
     "init": (lambda c: ColumnParallelLinear(4, 4, ctx=c, init="xaver"), ["init='xaver'", "xavier, kaiming, normal"]),
 }
 
