@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import close
 from pool import ranks
-from runs import Curve, T, small, text
+from small_run import Curve, T, small, text
 
 import tpattn
 from tpattn import ParallelContext, SequenceLayout

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import close, far
 from pool import ranks
-from runs import Curve, T, V, small, text
+from small_run import Curve, T, V, small, text
 
 import tpattn
 from tpattn import ParallelContext, SequenceLayout, Transformer
