@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import close, far
+from helpers import close, far, seeded
 from pool import ranks
 
 import tpattn
@@ -63,6 +63,33 @@ def test_shortest_loop_is_the_same_on_every_mesh(rank, world, axis):
         far(losses[4:], losses[:1], 1e-2)  # it does train
     else:
         assert losses == []
+
+
+def blocks():
+    """Every python block of the README."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@ranks(4)
+def test_the_other_code_runs(rank, world):
+    """Layers alone, attention by itself and the ledger, as they stand, on the meshes they are written for."""
+    layers, attention, book = blocks()[1:4]
+    with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
+        names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": tpattn.SequenceLayout.zigzag(11, 2)}
+        exec(layers, names)
+        assert names["y"].shape == names["x"].shape == (4, names["layout"].sizes[ctx.cp.rank], 64)
+        names["loss"] = names["y"].square().sum()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(book, names)
+        assert "all_reduce" in out.getvalue() and "exchange" in out.getvalue()
+    whole = {name: seeded(1, 1024, 4, 8, seed=i) for i, name in enumerate("qkv")}
+    mine = tpattn.SequenceLayout.zigzag(1024, 4).positions(rank)
+    names = {name: x[:, mine] for name, x in whole.items()}
+    exec(attention, names)
+    mask = tpattn.masks.allowed(names["mask"], torch.arange(1024), 1024)
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole.values()), attn_mask=mask)
+    close(names["out"], want.transpose(1, 2)[:, mine])
+    names["ctx"].close()
 
 
 def test_shortest_loop_runs_as_a_script(tmp_path):
