@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from tpattn import masks
-from tpattn.attention import sequence_attention
+from tpattn.attention import DistributedDotProductAttn, sequence_attention
 from tpattn.attention.layers import ParallelSelfAttention
 from tpattn.blocks import ParallelMLP, TransformerBlock
 from tpattn.checkpoint import load_latest, save
@@ -22,6 +22,14 @@ from tpattn.mesh import ParallelContext
 from tpattn.model import Transformer
 from tpattn.norm import LayerNorm, RMSNorm
 from tpattn.params import load_whole_state_dict, param_groups, whole_state_dict
+from tpattn.products import (
+    FullMultiplication,
+    LeftTransposeMultiplication,
+    RightTransposeMultiplication,
+    distributed_matmul_all,
+    distributed_matmul_nt,
+    distributed_matmul_tn,
+)
 from tpattn.random import RandomKey, dropout
 
 __version__ = "0.1.0"
@@ -41,7 +49,10 @@ __all__ = [
     "CollectiveTimeout",
     "ColumnParallelLinear",
     "ContextClosed",
+    "DistributedDotProductAttn",
+    "FullMultiplication",
     "LayerNorm",
+    "LeftTransposeMultiplication",
     "ParallelContext",
     "ParallelMLP",
     "ParallelSelfAttention",
@@ -49,6 +60,7 @@ __all__ = [
     "QKVParallelLinear",
     "RMSNorm",
     "RandomKey",
+    "RightTransposeMultiplication",
     "RowParallelLinear",
     "SequenceLayout",
     "TpattnError",
@@ -59,6 +71,9 @@ __all__ = [
     "build",
     "clip_grad_norm_",
     "column_linear",
+    "distributed_matmul_all",
+    "distributed_matmul_nt",
+    "distributed_matmul_tn",
     "dropout",
     "finish_gradients",
     "ledger",

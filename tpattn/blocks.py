@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tpattn import comm
 from tpattn.attention.layers import ParallelSelfAttention, share_layout
 from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid, SequenceLayout
-from tpattn.linear import ColumnParallelLinear, RowParallelLinear, check_counts, enter
+from tpattn.linear import ColumnParallelLinear, RowParallelLinear, agreed_sizes, check_counts, enter
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
-from tpattn.norm import LayerNorm, RMSNorm
+from tpattn.norm import LayerNorm, RMSNorm, check_width
 from tpattn.params import Init, deferred_init, finish_init
 from tpattn.random import RandomKey, dropout
 
@@ -68,9 +67,11 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:
         """x [.., M], the same on every tp rank (a token shard with sequence_parallel) -> the same shape."""
+        check_width(self, x, self.up.in_features)
+        token_sizes = agreed_sizes(self, x, token_sizes)
         x = enter(x, self.ctx.tp, self.sequence_parallel, token_sizes)
         act, up = _ACTIVATIONS[self.activation], self.up.project(x)
-        return self.down(act(up) if self.gate is None else act(self.gate.project(x)) * up)
+        return self.down(act(up) if self.gate is None else act(self.gate.project(x)) * up, token_sizes)
 
 
 class TransformerBlock(nn.Module):
@@ -149,9 +150,10 @@ class TransformerBlock(nn.Module):
         key         random numbers of the dropout; needed in training when dropout > 0
         token_sizes with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
         """
-        if self.sequence_parallel and self.ctx.tp.size > 1 and token_sizes is None:
-            token_sizes = [row[0] for row in comm.agree([x.shape[1]], self.ctx.tp)]
-        t = sum(token_sizes) if token_sizes else x.shape[1]
+        if x.dim() != 3:
+            raise Unsupported(f"TransformerBlock needs an input [B, tokens, width], got {list(x.shape)}")
+        token_sizes = agreed_sizes(self, x, token_sizes)
+        t = x.shape[1] if token_sizes is None else sum(token_sizes)
         layout = share_layout(self.ctx, t, layout)
         attention = self.attention(
             self.attention_norm(x), mask=mask, layout=layout, key=key and key.child("attention"), token_sizes=token_sizes

@@ -38,7 +38,7 @@ class Group:
     name        axis for the ledger and for messages: dp, cp, tp, ...
     ranks       global rank of each member
     rank        this process's place among them
-    group       torch's process group; None for a group of one
+    group       torch's process group; a group of one needs none
     device      where small messages of the group live: the GPU under NCCL, else the CPU
     closed      set by the owner's close(): any later use raises ContextClosed
     """
@@ -73,11 +73,14 @@ def group_of(group: Any = None, name: str = "group") -> Group:
         return group
     if not dist.is_available() or not dist.is_initialized():
         return Group(name, (0,), 0)
-    group = dist.group.WORLD if group is None else group
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise Unsupported(
             f"rank {dist.get_rank()} is not a member of the group it was given; call this on the group's ranks only"
         )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        got = type(group).__name__
+        raise Unsupported(f"group must be a torch process group, such as ctx.cp.group, or None for all, got {got}")
     nccl = "nccl" in str(dist.get_backend_config(group))
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     return Group(name, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group, device)
@@ -372,7 +375,7 @@ def agree(values: Sequence[int], group: Group) -> list[list[int]]:
 
 def is_fake(group: Group) -> bool:
     """True for torch's fake back end, which moves nothing: checks that compare ranks have nothing to compare there."""
-    return group.group is not None and dist.get_backend(group.group) == "fake"
+    return group.size > 1 and dist.get_backend(group.group) == "fake"
 
 
 def start_pass(

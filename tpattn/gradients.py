@@ -53,7 +53,7 @@ def finish_gradients(model: nn.Module) -> None:
 
 def _is_finished(p: Tensor) -> bool:
     state = gradient_state(p)
-    return state is not None and not state.raw and state.has_finished(p.grad)
+    return state is not None and state.is_complete(p.grad)
 
 
 def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, bool]]:
@@ -135,7 +135,9 @@ def clip_grad_norm_(
     parameters = [p for p in parameters if p.grad is not None]
     require_finished(parameters, "clip_grad_norm_")
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if norm_type <= 0:
+    if not max_norm >= 0:
+        raise Unsupported(f"clip_grad_norm_: max_norm={max_norm} must be at least 0")
+    if not norm_type > 0:
         raise Unsupported(f"clip_grad_norm_: norm_type={norm_type} must be positive, or inf")
     infinite = norm_type == float("inf")
     grads = [to_local(p.grad) for p in parameters if p.grad is not None]

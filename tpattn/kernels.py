@@ -357,6 +357,9 @@ class CpuFlash(Backend):
 _BACKENDS: tuple[Backend, ...] = (CpuFlash(), Math())
 
 
+NAMES = tuple(b.name for b in _BACKENDS)
+
+
 def available(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, str]:
     """The backends that can compute there, best first, each with a note on where it runs."""
     return {b.name: b.note for b in _BACKENDS if b.supports(torch.device(device), dtype)}
@@ -488,7 +491,7 @@ def attend(
     table       bool [b, h, T, S] of the dense mask for these rows and keys, for tiles that ask for it
     change      what happens to the scores of these rows and keys, for backends that support it
     """
-    for tile in tiles:
+    for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
         for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, False), table, q.device):
             for q_heads, kv_heads in groups:
                 rows = (call.row, call.rows, call.count, call.step)
@@ -529,7 +532,7 @@ def attend_backward(
     change: Change | None = None,
 ) -> None:
     """Add the gradients of `attend` for the upstream gradient g [B, H, T, Dv], from the *global* out and lse of the rows."""
-    for tile in tiles:
+    for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
         for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, True), table, q.device):
             for q_heads, kv_heads in groups:
                 rows = (call.row, call.rows, call.count, call.step)

@@ -75,9 +75,23 @@ def enter(x: Tensor, tp: comm.Group, sequence_parallel: bool, token_sizes: Seque
     return comm.replicate(x, tp)
 
 
-def leave(y: Tensor, tp: comm.Group, sequence_parallel: bool) -> Tensor:
-    """The output of a row-divided product: the sum over tp, whole or as this rank's token shard."""
-    return comm.scatter_sum(y, tp, _token_dim(y)) if sequence_parallel else comm.reduce(y, tp)
+def leave(y: Tensor, tp: comm.Group, sequence_parallel: bool, token_sizes: Sequence[int] | None = None) -> Tensor:
+    """The output of a row-divided product: the sum over tp, whole or as this rank's token shard (None = as equal as can be)."""
+    return comm.scatter_sum(y, tp, _token_dim(y), token_sizes) if sequence_parallel else comm.reduce(y, tp)
+
+
+def agreed_sizes(layer: Any, x: Tensor, token_sizes: Sequence[int] | None) -> list[int] | None:
+    """Tokens of each tp rank of a layer with sequence_parallel: the given ones, or agreed by one small all-gather; else None.
+
+    raises      Unsupported when sizes are given to a layer whose tokens are not divided over tp
+    """
+    if not layer.sequence_parallel:
+        if token_sizes is not None:
+            raise Unsupported(f"{type(layer).__name__}: token_sizes={list(token_sizes)} needs sequence_parallel=True")
+        return None
+    if token_sizes is None:
+        return [row[0] for row in comm.agree([x.shape[_token_dim(x)]], layer.ctx.tp)]
+    return list(token_sizes)
 
 
 def _token_dim(x: Tensor) -> int:
@@ -160,7 +174,7 @@ class RowParallelLinear(ShardedModule):
         init: Init = "default",
     ) -> None:
         super().__init__(ctx, dtype)
-        shape = tuple(in_features) if isinstance(in_features, (tuple, list)) else (in_features,)
+        shape = tuple(in_features) if isinstance(in_features, Sequence) else (in_features,)  # a config's list is no list
         for size in shape:
             check_counts(self, in_features=size, out_features=out_features)
         self.in_features, self.out_features = math.prod(shape), out_features
@@ -172,14 +186,19 @@ class RowParallelLinear(ShardedModule):
             self.add_parameter("bias", (out_features,), dim=None, fill=bias_fill(self.in_features), partial=sequence_parallel)
         finish_init(self, ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [.., i] (or whole [.., I]) -> [.., O] the same on every tp rank; with sequence_parallel a token shard [.., t', O]."""
+    def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:
+        """x [.., i] (or whole [.., I]) -> [.., O] the same on every tp rank; with sequence_parallel a token shard [.., t', O].
+
+        token_sizes     with sequence_parallel: tokens of each tp rank's shard; None = as equal as can be
+        """
         tp = self.ctx.tp
+        if token_sizes is not None:
+            agreed_sizes(self, x, token_sizes)
         if not self.input_is_parallel:
             check_width(self, x, self.in_features)
             x = comm.shard(x, tp, x.dim() - 1, self._input_sizes)
         check_width(self, x, self._input_sizes[tp.rank])
-        y = leave(F.linear(x, self.local("weight", x.dtype).flatten(1)), tp, self.sequence_parallel)
+        y = leave(F.linear(x, self.local("weight", x.dtype).flatten(1)), tp, self.sequence_parallel, token_sizes)
         return y + self.local("bias", x.dtype) if "bias" in self.specs else y
 
 

@@ -83,7 +83,13 @@ def vocab_parallel_cross_entropy(
     raises          Unsupported for shapes, ids or options that do not fit
     source          Megatron-LM: Shoeybi et al., arXiv:1909.08053, section 3; z-loss: PaLM, arXiv:2204.02311
     """
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
+        raise Unsupported(f"vocab_parallel_cross_entropy: vocab_size={vocab_size!r} must be a positive integer")
     sizes = chunk_sizes(vocab_size, ctx.tp.size)
+    if sizes[-1] == 0:
+        raise Unsupported(
+            f"vocab_parallel_cross_entropy: vocab_size={vocab_size} over tp={ctx.tp.size} gives {sizes}: a rank would hold none"
+        )
     if logits.dim() < 1 or logits.shape[-1] != sizes[ctx.tp.rank] or logits.shape[:-1] != target.shape:
         raise Unsupported(
             f"vocab_parallel_cross_entropy: vocab_size={vocab_size} over tp={ctx.tp.size} gives rank {ctx.tp.rank} logits [.., "
@@ -97,7 +103,7 @@ def vocab_parallel_cross_entropy(
         raise Unsupported(
             f"reduction={reduction!r} must be none or sum; for the mean over all counted tokens use tpattn.token_mean"
         )
-    if not 0.0 <= label_smoothing <= 1.0 or z_loss < 0.0:
+    if not 0.0 <= label_smoothing <= 1.0 or not 0.0 <= z_loss < float("inf"):
         raise Unsupported(f"label_smoothing={label_smoothing} must lie in [0, 1] and z_loss={z_loss} must be at least 0")
     if token_weight is not None and token_weight.shape != target.shape:
         raise Unsupported(f"token_weight must be {list(target.shape)} as the targets, got {list(token_weight.shape)}")
@@ -126,6 +132,8 @@ def token_mean(loss_sum: Tensor, count: Tensor | int, *, ctx: ParallelContext) -
     number = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
     if loss_sum.dim() or number.dim():
         raise Unsupported(f"token_mean needs scalars, got loss_sum {list(loss_sum.shape)} and count {list(number.shape)}")
+    if not bool(number >= 0):
+        raise Unsupported(f"token_mean: count={float(number)} must be at least 0")
     total = comm.all_reduce(number, ctx.dp_cp) if ctx.dp_cp.size > 1 else number
-    share = loss_sum / torch.where(total == 0, 1.0, total).to(loss_sum.dtype)
+    share = (loss_sum / torch.where(total == 0, 1.0, total)).to(loss_sum.dtype)  # a count of 257 is none in bfloat16
     return comm.reduce(share, ctx.dp_cp)

@@ -31,7 +31,7 @@ class Axis(comm.Group):
     size        number of ranks
     rank        this rank's place on the axis
     ranks       global ranks of the axis, in order
-    group       torch's process group, None on an axis of one
+    group       torch's process group; in `single()`, which has none, the axis itself stands for it
     """
 
     def shard(self, x: Tensor, layout: SequenceLayout, dim: int = 1) -> Tensor:
@@ -93,13 +93,15 @@ class ParallelContext:
             self.dp, self.cp, self.tp, self.dp_cp, self.world = (
                 Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world")
             )
+            for axis in (self.dp, self.cp, self.tp, self.dp_cp, self.world):
+                axis.group = axis  # None would mean "all processes" to functions that take a group
             return
         ranks = mesh.mesh
         me = [int(i) for i in (ranks == dist.get_rank()).nonzero()[0]]
         self._groups = [mesh.get_group(name) for name in AXES]
         lines = [ranks[:, me[1], me[2]], ranks[me[0], :, me[2]], ranks[me[0], me[1], :]]
         self.dp, self.cp, self.tp = (
-            Axis(name, tuple(line.tolist()), me[i], self._groups[i] if line.numel() > 1 else None, device)
+            Axis(name, tuple(line.tolist()), me[i], self._groups[i], device)
             for i, (name, line) in enumerate(zip(AXES, lines, strict=True))
         )
         self.dp_cp = self._over("dp_cp", (self.dp, self.cp), [ranks[:, :, t].flatten() for t in range(ranks.shape[2])])

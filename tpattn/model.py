@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from tpattn.attention.layers import share_layout, tokens_over_tp
 from tpattn.blocks import _NORMS, TransformerBlock, drop
 from tpattn.embedding import VocabParallelEmbedding
+from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid, SequenceLayout
-from tpattn.linear import ColumnParallelLinear
+from tpattn.linear import ColumnParallelLinear, check_counts
 from tpattn.masks import Mask, causal
 from tpattn.mesh import ParallelContext
-from tpattn.params import Init, deferred_init, finish_init
+from tpattn.params import Init, as_dtype, deferred_init, finish_init
 from tpattn.random import RandomKey
 
 
@@ -57,8 +58,13 @@ class Transformer(nn.Module):
         init: Init = "default",
     ) -> None:
         super().__init__()
+        check_counts(self, vocab_size=vocab_size, hidden=hidden, num_layers=num_layers)
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise Unsupported(f"Transformer: seed={seed!r} must be an integer, or None for a draw from torch's generator")
+        if not 0.0 <= dropout < 1.0:
+            raise Unsupported(f"Transformer: dropout={dropout} must lie in [0, 1)")
         self.ctx, self.vocab_size, self.sequence_parallel, self.tied = ctx, vocab_size, sequence_parallel, tied
-        self.dropout, self.compute_dtype = dropout, compute_dtype
+        self.dropout, self.compute_dtype = dropout, as_dtype(compute_dtype)
         with deferred_init():
             self.embedding = VocabParallelEmbedding(
                 vocab_size, hidden, ctx=ctx, sequence_parallel=sequence_parallel, dtype=dtype, init=init

@@ -6,7 +6,7 @@ Under `sequence_parallel` each tp rank normalises other tokens, so the weight's 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpattn.errors import Unsupported
 from tpattn.mesh import ParallelContext
@@ -31,6 +31,8 @@ class RMSNorm(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(ctx, dtype)
+        if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1 or not eps >= 0:
+            raise Unsupported(f"{type(self).__name__}: hidden={hidden!r} must be a positive integer and eps={eps} at least 0")
         self.hidden, self.eps = hidden, eps
         self.add_parameter("weight", (hidden,), dim=None, fill=("constant", 1.0), partial=sequence_parallel)
         finish_init(self, ctx, seed=0)
@@ -59,6 +61,8 @@ class LayerNorm(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(ctx, dtype)
+        if not isinstance(hidden, int) or isinstance(hidden, bool) or hidden < 1 or not eps >= 0:
+            raise Unsupported(f"{type(self).__name__}: hidden={hidden!r} must be a positive integer and eps={eps} at least 0")
         self.hidden, self.eps = hidden, eps
         self.add_parameter("weight", (hidden,), dim=None, fill=("constant", 1.0), partial=sequence_parallel)
         if bias:
@@ -72,7 +76,9 @@ class LayerNorm(ShardedModule):
         return torch.nn.functional.layer_norm(x, (self.hidden,), self.local("weight", x.dtype), bias, self.eps)
 
 
-def check_width(layer: ShardedModule, x: Tensor, width: int) -> None:
-    """Raise Unsupported when the last dimension of a layer's input is not what it was built for."""
+def check_width(layer: nn.Module, x: Tensor, width: int) -> None:
+    """Raise Unsupported when the last dimension of a layer's input is not what it was built for, or its numbers are no floats."""
+    if not x.is_floating_point():
+        raise Unsupported(f"{type(layer).__name__} needs a floating-point input, got {x.dtype}")
     if x.dim() < 1 or x.shape[-1] != width:
         raise Unsupported(f"{type(layer).__name__} needs an input [.., {width}], got {list(x.shape)}")

@@ -58,7 +58,7 @@ class ShardedModule(nn.Module):
         ctx.tp.require_open()
         self.ctx = ctx
         self.specs: dict[str, Spec] = {}
-        self._dtype = dtype or torch.get_default_dtype()
+        self._dtype = as_dtype(dtype) or torch.get_default_dtype()
 
     def add_parameter(
         self,
@@ -104,6 +104,19 @@ class ShardedModule(nn.Module):
             track(parameter, self.ctx)  # a parameter that deepcopy, to_empty or the user put in place is watched too
         share = to_local(parameter, spec.partial)
         return share if dtype is None or share.dtype == dtype else share.to(dtype)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or one from its name in a config ("float64").
+
+    raises      Unsupported for what is no floating-point dtype
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
+        raise Unsupported(f"dtype={dtype!r} must be a floating-point dtype such as torch.float32")
+    if found is None and dtype is not None:
+        raise Unsupported(f"dtype={dtype!r} is no dtype of torch; float32, float64 or bfloat16 would work")
+    return found
 
 
 def to_local(parameter: Tensor, partial: bool = False) -> Tensor:
@@ -156,13 +169,19 @@ class _Gradients:
     def __init__(self, tp: comm.Group) -> None:
         self.tp = tp  # its context's; the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes)
         self.raw = False  # a backward has added this rank's part
+        self.completed = False  # a gradient was completed, and no backward has run since
         self.mixed = False  # a backward has added to a completed gradient
         self._finished: Any = None  # the gradient that finish_gradients has completed; weak, so that zero_grad frees it
 
     def finish(self, grad: Tensor | None) -> None:
         """Remember that `grad` is complete."""
         self.raw = self.mixed = False
+        self.completed = grad is not None
         self._finished = None if grad is None else torch.utils.weak.TensorWeakRef(grad)
+
+    def is_complete(self, grad: Tensor | None) -> bool:
+        """Whether `grad` needs no sum: it is the completed one, or what a caller made of it, for no backward ran since."""
+        return grad is not None and not self.raw and self.completed
 
     def has_finished(self, grad: Tensor | None) -> bool:
         """Whether `grad` is the one that was completed."""
@@ -184,7 +203,7 @@ def track(parameter: Tensor, ctx: ParallelContext) -> None:
 
     def after_backward(p: Tensor) -> None:
         state.mixed = state.has_finished(p.grad)  # a new tensor after zero_grad is not
-        state.raw = True
+        state.raw, state.completed = True, False
 
     parameter.register_post_accumulate_grad_hook(after_backward)
 
@@ -266,7 +285,7 @@ def finish_init(module: nn.Module, ctx: ParallelContext, seed: int | None = None
                 raise CollectiveMismatch(
                     f"{type(module).__name__}: ranks drew different initial seeds "
                     f"{dict(zip(ctx.world.ranks, seeds, strict=True))}; call torch.manual_seed with the same number on all ranks "
-                    "before building layers, or pass seed="
+                    "before building layers (a Transformer also takes seed=)"
                 )
     for name, owner, key, spec in sharded_parameters(module):
         share = to_local(owner.get_parameter(key).detach())
@@ -280,10 +299,14 @@ def fill_share(share: Tensor, spec: Spec, key: int, tp: comm.Group) -> None:
     if kind == "constant":
         share.fill_(value)
     elif kind == "call":
-        whole = torch.empty(spec.flat, dtype=share.dtype, device=share.device)
+        whole = torch.full(spec.flat, torch.nan, dtype=share.dtype, device=share.device)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(key & (2**63 - 1))
             value(whole)
+        if bool(whole.isnan().any()):
+            raise Unsupported(
+                f"init={value!r} must fill the tensor it is given in place; some of its {list(spec.flat)} were left as is"
+            )
         share.copy_(own_share(whole.view(spec.shape), spec, tp))
     else:
         flat = share.view(-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpattn import comm
 from tpattn.errors import Unsupported
-from tpattn.kernels import Accumulator, Backend, Change, Gradients, Tile, attend, attend_backward, choose, merge, stand_in
+from tpattn.kernels import NAMES, Accumulator, Backend, Change, Gradients, Tile, attend, attend_backward, choose, merge, stand_in
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.random import RandomKey
@@ -84,21 +84,17 @@ def sequence_attention(
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
     _check_tensors(q, k, v)
-    if transport not in ("auto", "exchange", "rotate"):
-        raise Unsupported(f"transport={transport!r} is not known; there are auto, exchange and rotate")
+    check_options(grid, transport, kernel, scale, ctx.cp.size)
     if mask is not None and not isinstance(mask, Mask):
         raise Unsupported(
             f"mask must be a value of tpattn.masks, got {type(mask).__name__}; a bool tensor becomes masks.dense(x) (True = "
             "allowed), key padding masks.padding(valid); additive masks are not supported"
         )
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise Unsupported(f"scale={scale!r} must be a finite number, or None for head_dim ** -0.5")
     _check_changes(q, softcap, alibi_slopes, sinks, dropout)
     changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
     backend = choose(kernel, q.device, q.dtype, changes)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
-    given_grid(grid, axis.size)
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
     B, t, H, D = q.shape
     K, Dv = k.shape[2], v.shape[3]
@@ -120,6 +116,8 @@ def sequence_attention(
     if table is not None:
         table = table.to(q.device)
         table = table if q_order is None else table.index_select(2, q_order)
+        if plan.rows_travel:
+            _agree_tables(table, axis)
     scale = D**-0.5 if scale is None else float(scale)
     slopes = None if alibi_slopes is None else alibi_slopes.detach()
     run = _Run(plan, axis, backend, scale, return_lse, remat, table, softcap, slopes, dropout if changes else None)
@@ -146,9 +144,30 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
         raise Unsupported(f"needs q [B, t, H, D], k [B, s, K, D], v [B, s, K, Dv], got {shapes}")
-    if 0 in (B, H, D, k.shape[2], v.shape[3]) or H % k.shape[2]:
+    if 0 in (H, D, k.shape[2], v.shape[3]) or H % k.shape[2]:
         raise Unsupported(
-            f"the number of key heads must divide the number of query heads, and no size but tokens may be 0; got {shapes}"
+            f"the number of key heads must divide that of query heads, and no size but batch and tokens may be 0; got {shapes}"
+        )
+
+
+def check_options(grid: AttentionGrid | str, transport: str, kernel: str, scale: float | None, n: int) -> None:
+    """Raise Unsupported for options that no call on n ranks could honour, before any tensor is there."""
+    if transport not in ("auto", "exchange", "rotate"):
+        raise Unsupported(f"transport={transport!r} is not known; there are auto, exchange and rotate")
+    if kernel not in ("auto", *NAMES):
+        raise Unsupported(f"kernel={kernel!r} is not known; there are auto, {', '.join(NAMES)}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise Unsupported(f"scale={scale!r} must be a finite number, or None for head_dim ** -0.5")
+    given_grid(grid, n)
+
+
+def _agree_tables(table: Tensor, axis: comm.Group) -> None:
+    """Rows travel with their part of the table, so all ranks must hold it in one form; one small all-gather."""
+    forms = [tuple(row) for row in comm.agree([table.shape[0], table.shape[1]], axis)]
+    if len(set(forms)) > 1:
+        raise Unsupported(
+            f"the dense masks of the ranks of {axis.name} have other batch and head dimensions, {forms}; give every rank [t, S], "
+            "[B, 1, t, S] or [B, H, t, S] alike"
         )
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tpattn import comm
-from tpattn.attention.engine import sequence_attention
+from tpattn.attention.engine import check_options, sequence_attention
 from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid, SequenceLayout, split_sizes
-from tpattn.linear import QKVParallelLinear, RowParallelLinear
+from tpattn.linear import QKVParallelLinear, RowParallelLinear, agreed_sizes
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
 from tpattn.params import Init, deferred_init, finish_init
@@ -49,8 +49,7 @@ class ParallelSelfAttention(torch.nn.Module):
         super().__init__()
         self.ctx, self.sequence_parallel = ctx, sequence_parallel
         self.rope_base, self.grid, self.transport, self.kernel, self.scale = rope_base, grid, transport, kernel, scale
-        if isinstance(grid, AttentionGrid):
-            grid.resolve(ctx.cp.size)
+        check_options(grid, transport, kernel, scale, ctx.cp.size)
         with deferred_init():
             self.qkv = QKVParallelLinear(
                 hidden,
@@ -87,9 +86,10 @@ class ParallelSelfAttention(torch.nn.Module):
         key         taken for the signature's sake: nothing here draws
         token_sizes with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
         """
-        if self.sequence_parallel and token_sizes is None and self.ctx.tp.size > 1:
-            token_sizes = [row[0] for row in comm.agree([x.shape[-2]], self.ctx.tp)]
-        t = sum(token_sizes) if token_sizes and self.sequence_parallel else x.shape[-2]
+        if x.dim() != 3:
+            raise Unsupported(f"ParallelSelfAttention needs an input [B, tokens, width], got {list(x.shape)}")
+        token_sizes = agreed_sizes(self, x, token_sizes)
+        t = x.shape[1] if token_sizes is None else sum(token_sizes)
         layout = share_layout(self.ctx, t, layout)
         q, k, v = self.qkv(x, token_sizes)
         if self.rope_base is not None:
@@ -110,7 +110,7 @@ class ParallelSelfAttention(torch.nn.Module):
             kernel=self.kernel,
         )
         assert isinstance(out, Tensor)
-        return self.out(out.flatten(2))
+        return self.out(out.flatten(2), token_sizes)
 
 
 def share_layout(ctx: ParallelContext, t: int, layout: SequenceLayout | None) -> SequenceLayout:

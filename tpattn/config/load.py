@@ -215,7 +215,7 @@ def _make_paths_absolute(cfg: Config, start: Path) -> None:
         cfg.data.path = absolute(cfg.data.path)
     if cfg.run.dir is not None:
         cfg.run.dir = absolute(cfg.run.dir)
-    if isinstance(cfg.train.resume, str) and cfg.train.resume != "auto":
+    if isinstance(cfg.train.resume, str) and cfg.train.resume not in ("auto", ""):
         cfg.train.resume = absolute(cfg.train.resume)
 
 

@@ -69,6 +69,7 @@ def _choose(cfg: Config, start: Path, env: Mapping[str, str]) -> Path:
                 "train.resume=auto would continue it, another run.dir would start a new one"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        _take(folder)
         return folder
     runs = start / "runs"
     runs.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,9 @@ def _choose(cfg: Config, start: Path, env: Mapping[str, str]) -> Path:
     if launch and (restarted or real):
         mine = [mark.parent for mark in runs.glob(f"*/{_MARK}") if mark.read_text() == launch]
         if mine:
-            return max(mine, key=lambda folder: (folder / _MARK).stat().st_mtime_ns)
+            newest = max(mine, key=lambda folder: (folder / _MARK).stat().st_mtime_ns)
+            _take(newest)
+            return newest
     made = _numbered(runs, run_id) if real else []
     if restarted and made:  # by another agent: rank 0 has moved to another machine
         return made[-1]
@@ -90,8 +93,32 @@ def _choose(cfg: Config, start: Path, env: Mapping[str, str]) -> Path:
         except FileExistsError:
             continue
         (folder / _MARK).write_text(launch)
+        _take(folder)
         return folder
     raise ConfigError(f"run.dir: {runs / name} and the names after it are taken; give run.dir=FOLDER")
+
+
+_taken: dict[Path, object] = {}  # folders that this process works in -> the open file that holds the lock
+
+
+def _take(folder: Path) -> None:
+    """Hold the folder until this process ends, so that two runs never write into one; where the system has file locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    folder = folder.resolve()
+    if folder in _taken:
+        return
+    handle = open(folder / ".lock", "a")  # noqa: SIM115  open as long as the process lives
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise ConfigError(
+            f"run.dir={folder}: another run is working in this folder; wait for it, or give another run.dir"
+        ) from None
+    _taken[folder] = handle
 
 
 def _numbered(runs: Path, name: str) -> list[Path]:
