@@ -36,6 +36,11 @@ class CheckpointError(TpattnError, ValueError):
     """A checkpoint that cannot be written, is broken, or belongs to another model; the same on every rank."""
 
 
+def _processes(ctx: ParallelContext) -> dict[str, Any]:
+    """Who takes part, in DCP's words."""
+    return {"no_dist": True} if ctx.world.size == 1 else {"process_group": ctx.world.group}
+
+
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -65,9 +70,7 @@ def save(
     }
     _on_rank0(lambda: _begin(draft), ctx, f"{final}: cannot be written")
     with _errors(f"{final}: cannot be written"):
-        dcp.save(
-            tensors, storage_writer=dcp.FileSystemWriter(draft), process_group=ctx.world.group, no_dist=ctx.world.size == 1
-        )
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(draft), **_processes(ctx))
     _on_rank0(lambda: _publish(draft, final, state), ctx, f"{final}: cannot be written")
     return final
 
@@ -89,9 +92,7 @@ def load(
     state = together(lambda: _read_state(chosen), ctx)
     tensors = together(lambda: _targets(chosen, state, model, optimizer), ctx)
     with _errors(f"{chosen}: the checkpoint is broken, {_REMEDY}"):
-        dcp.load(
-            tensors, storage_reader=dcp.FileSystemReader(chosen), process_group=ctx.world.group, no_dist=ctx.world.size == 1
-        )
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(chosen), **_processes(ctx))
     if optimizer is not None:
         _put(optimizer, model, tensors)
     return {key: state[key] for key in ("step", "mesh", "torch", "about")}

@@ -20,7 +20,7 @@ def check(cfg: Config) -> None:
 
 def _broken(cfg: Config) -> Iterator[str]:
     if not 0.001 <= cfg.parallel.timeout <= 1e7:
-        yield f"parallel.timeout={cfg.parallel.timeout}: needed: 0.001 to 10,000,000 seconds"
+        yield f"parallel.timeout={cfg.parallel.timeout}: needed: more than 0 seconds, 0.001 to 10,000,000"
     yield from _grid(cfg.attention, cfg.parallel)
     yield from _model(cfg.model)
     yield from _optim(cfg.optim)

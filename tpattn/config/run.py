@@ -98,7 +98,7 @@ def _choose(cfg: Config, start: Path, env: Mapping[str, str]) -> Path:
     raise ConfigError(f"run.dir: {runs / name} and the names after it are taken; give run.dir=FOLDER")
 
 
-_taken: dict[Path, object] = {}  # folders that this process works in -> the open file that holds the lock
+_taken: dict[Path, int] = {}  # folders that this process works in -> the open folder that holds the lock
 
 
 def _take(folder: Path) -> None:
@@ -110,14 +110,16 @@ def _take(folder: Path) -> None:
     folder = folder.resolve()
     if folder in _taken:
         return
-    handle = open(folder / ".lock", "a")  # noqa: SIM115  open as long as the process lives
+    handle = os.open(folder, os.O_RDONLY)  # open as long as the process lives
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
+    except BlockingIOError:
+        os.close(handle)
         raise ConfigError(
             f"run.dir={folder}: another run is working in this folder; wait for it, or give another run.dir"
         ) from None
+    except OSError:  # a file system without locks
+        pass
     _taken[folder] = handle
 
 
