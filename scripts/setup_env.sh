@@ -5,8 +5,8 @@
 #
 #   PYTHON=python3.12     the interpreter to make .venv with, 3.11 or later (default: the first that fits of python3, python3.14, ...)
 #   TPATTN_TORCH=2.13.0   the torch to install when .venv has none: a version, and after it any arguments for pip, such as
-#                           TPATTN_TORCH="2.13.0 --index-url https://download.pytorch.org/whl/cpu"   (a small build without CUDA)
-#                           TPATTN_TORCH="2.13.0 --index-url https://download.pytorch.org/whl/cu126" (another version of CUDA)
+#                           TPATTN_TORCH="2.13.0 --index-url URL"   (a small build without CUDA, or another version of CUDA: the
+#                                                                   page "Get Started" of PyTorch gives the URL of each)
 #                         or a requirement, such as TPATTN_TORCH="torch>=2.13,<2.15". Set later, it changes the torch of .venv.
 #
 # A .venv that you made yourself is used as it is, with the torch that is in it, and never removed.
