@@ -66,13 +66,13 @@ def _model(model: ModelConfig) -> Iterator[str]:
             f"model.hidden={-(-model.hidden // model.num_heads) * model.num_heads} would work, or give model.head_dim"
         )
     head_dim = model.head_dim or model.hidden // model.num_heads
-    if head_dim % 2:
+    if head_dim % 2 and model.rope_base is not None:
         yield f"model.head_dim={head_dim}: rotary positions need an even number; {head_dim + 1} would work"
     if model.vocab_size is not None and model.vocab_size < ByteTokenizer.vocab_size:
         least = ByteTokenizer.vocab_size
         yield f"model.vocab_size={model.vocab_size}: the byte tokenizer has {least} ids; needed: at least as many, or null"
-    if model.rope_base <= 0:
-        yield f"model.rope_base={model.rope_base}: needed: more than 0"
+    if model.rope_base is not None and model.rope_base <= 0:
+        yield f"model.rope_base={model.rope_base}: needed: more than 0, or null"
 
 
 def _optim(optim: OptimConfig) -> Iterator[str]:

@@ -62,7 +62,7 @@ class ModelConfig:
     activation: Annotated[Literal["gelu", "relu", "silu", "swiglu"], "of the feed-forward layer"] = "swiglu"
     norm: Annotated[Literal["rmsnorm", "layernorm"], "normalisation before attention and feed-forward layer"] = "rmsnorm"
     tied: Annotated[bool, "the output layer uses the embedding's weights"] = False
-    rope_base: Annotated[float, "rotary base; larger for longer sequences"] = 10000.0
+    rope_base: Annotated[float | None, "rotary base; larger for longer sequences; null = no rotary positions"] = 10000.0
 
 
 @dataclass
