@@ -13,7 +13,7 @@ from tpattn import AttentionGrid, ParallelContext, RandomKey, SequenceLayout, Un
 from tpattn.kernels import Change
 from tpattn.schedule import Spec, resolve_grid, schedule
 
-DRAWS = 60  # for each world size
+DRAWS = 40  # for each world size
 
 
 @dataclasses.dataclass
@@ -117,7 +117,7 @@ def test_random_calls_with_options_equal_one_process(rank, world):
 @pytest.mark.long
 def test_many_more_calls_with_options(rank, world):
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
-        run(ctx, range(600_000, 600_500))
+        run(ctx, range(600_000, 600_200))
 
 
 def one_call(ctx, layout, grid="auto", mask=None, T=1100, dtype=torch.float32, **options):

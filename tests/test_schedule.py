@@ -400,7 +400,7 @@ def test_a_choice_says_why():
     assert next(line for line in lines if line.startswith("1 x 4 x 1")).endswith("work too uneven")
 
 
-@pytest.mark.parametrize("n", [3, 4, 8])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)])
 def test_balanced_layouts_even_out_any_mask(n):
     """Work within 1.05 of the mean and equal token counts for documents of very unequal lengths, fewer keys than a full ring."""
     r, traffic = random.Random(n), []
