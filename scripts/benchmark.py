@@ -7,10 +7,11 @@
 Method. `--ranks` (2) processes of one thread each, over gloo, against torch's fastest serial call in one process with as many
 threads as there are ranks; float32. Each side sleeps while the other runs. After one warm-up of each, `--pairs` (12) pairs of
 serial and sharded run in turn; a pair's ratio is serial time / slowest rank's time, so 1.00 means that sharding costs nothing
-and every rank does its part of the work. Shown are the median of the ratios, their quartiles, and the median times. Peak is the
-growth of resident memory in the first call, after a tiny one that loads libraries and connects the ranks: of the worst rank,
-and of the serial process. Received is what the ledger counts, mean over ranks. Each row starts fresh processes for both sides.
-Close other programs first: on two cores a browser is visible in every ratio.
+and every rank does its part of the work. Shown are the median of the ratios, their quartiles, and the median times. Processor
+is the same ratio of processor seconds, summed over the ranks: it does not see waiting, but holds on a busy machine, where the
+other one needs many pairs. Peak is the growth of resident memory in the first call, after a tiny one that loads libraries and
+connects the ranks: of the worst rank, and of the serial process. Received is what the ledger counts, mean over ranks. Each row
+starts fresh processes for both sides. Close other programs first: on two cores a browser is visible in every ratio.
 """
 
 from __future__ import annotations
@@ -197,11 +198,12 @@ class Team:
             self.processes.append(process)
         self.first: list[First] = self._answers()
 
-    def seconds(self) -> float:
-        """Time of one run: that of the slowest process, from a barrier on."""
+    def run(self) -> tuple[float, float]:
+        """Seconds of one run, from a barrier on: of the slowest process, and of processors in all processes together."""
         for pipe in self.pipes:
             pipe.send("run")
-        return max(self._answers())
+        seconds, processor_seconds = zip(*self._answers(), strict=True)
+        return max(seconds), sum(processor_seconds)
 
     def close(self) -> None:
         """End the processes."""
@@ -234,9 +236,9 @@ def _serve(
     while pipe.recv() == "run":  # sleeps until the other side is done
         if size > 1:
             dist.barrier()
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         run()
-        pipe.send(time.perf_counter() - start)
+        pipe.send((time.perf_counter() - start, time.process_time() - processor_start))
     if size > 1:
         dist.destroy_process_group()
 
@@ -265,25 +267,27 @@ def _resident(peak: bool) -> int:
 
 
 def measure(case: Case, ranks: int, pairs: int) -> list[str]:
-    """One row: ratio, quartiles, times, memory, bytes."""
+    """One row: ratios, times, memory, bytes."""
     serial = Team(1, ranks, case.serial, case.sizes, case.tiny)
     sharded = Team(ranks, 1, case.sharded, case.sizes, case.tiny)
     for team in (serial, sharded):
-        team.seconds()  # warm-up
-    times = [(serial.seconds(), sharded.seconds()) for _ in range(pairs)]
+        team.run()  # warm-up
+    runs = [(serial.run(), sharded.run()) for _ in range(pairs)]
     for team in (serial, sharded):
         team.close()
-    low, ratio, high = statistics.quantiles([a / b for a, b in times], n=4)
-    one, many = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    low, ratio, high = statistics.quantiles([one[0] / many[0] for one, many in runs], n=4)
+    processor = statistics.median(one[1] / many[1] for one, many in runs)
+    one, many = (statistics.median(side[0] for side in sides) * 1e3 for sides in zip(*runs, strict=True))
     peak = max(first.peak for first in sharded.first) / 2**20
     received = statistics.mean(first.received for first in sharded.first) / 1e6
-    numbers = [f"**{ratio:.2f}**", f"{low:.2f} to {high:.2f}", f"{one:.0f}", f"{many:.0f}"]
+    numbers = [f"**{ratio:.2f}**", f"{low:.2f} to {high:.2f}", f"{processor:.2f}", f"{one:.0f}", f"{many:.0f}"]
     return [*case.label, *numbers, f"{serial.first[0].peak / 2**20:.0f}", f"{peak:.0f}", f"{received:.2f}"]
 
 
 def table(topic: Topic, ranks: int, pairs: int) -> Iterator[str]:
     """The lines of a topic's markdown table, each as soon as it is known."""
-    heads = [*topic.heads, "ratio", "quartiles", "serial ms", "sharded ms", "peak serial MiB", "peak rank MiB", "received MB"]
+    heads = [*topic.heads, "ratio", "quartiles", "processor", "serial ms", "sharded ms"]
+    heads += ["peak serial MiB", "peak rank MiB", "received MB"]
     yield f"\n### {topic.title}\n"
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
