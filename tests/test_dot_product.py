@@ -216,11 +216,9 @@ def test_scores_travel_in_messages_of_offset(rank, world):
     problem = Problem([4, 6], offset=3, B=2, num_heads=2, key_dim=8, value_dim=12, build_scores=True)
     with ledger() as book:
         problem.run(rank)
-    own, other = problem.t[rank], problem.t[1 - rank]
-    D, E = 4, 6
-    rows = [m.bytes // (2 * 2 * 8) for m in book.select(direction="forward") if m.bytes > 64]
-    assert rows == [min(3, n) * D for n in ([3, 3] if other == 6 else [3, 1])] + [other * 3] * (E // 3)
-    assert book.messages and own
+    B, H, D, E, other = 2, 2, 4, 6, problem.t[1 - rank]
+    sent = [m.bytes // (B * H * 8) for m in book.select(direction="forward") if m.bytes > 64]      # without the small agreements
+    assert sent == [3 * D, (other - 3) * D] + [other * 3] * (E // 3)        # rows of the queries, columns of the values
 
 
 def test_projections_are_ordinary_linear_modules():
