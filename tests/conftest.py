@@ -1,8 +1,9 @@
-"""What every test of tpattn has: the pools of ranks (pool.py), the options --all, and seeded hypothesis."""
+"""What every test of tpattn has: the pools of ranks (pool.py), one thread, the options --all, and seeded hypothesis."""
 
 import random
 
 import hypothesis
+import pytest
 
 pytest_plugins = ["pool"]
 
@@ -15,6 +16,14 @@ def pytest_configure(config):
     hypothesis.settings.register_profile("some", max_examples=25, derandomize=True, deadline=None)
     hypothesis.settings.register_profile("all", max_examples=200, derandomize=True, deadline=None)
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "some")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Tests without ranks compute on small tensors: a second thread costs more than it gives, on a busy machine tenfold."""
+    import torch        # not above: the fork server imports it while this process goes on
+
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -95,7 +95,7 @@ def test_every_kind_of_tile(backend, kind, T):
 
 @pytest.mark.parametrize("kind", ["causal", "flipped"])
 @pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("T", [127, 128, 129, 255, 256, 257, 384, 385, 512, 640, 700])
+@pytest.mark.parametrize("T", [127, 128, 129, 256, 257, 385, 512, 700])
 def test_causal_squares_of_any_side(kind, B, T):
     """The binary tree covers each pair once whatever is left over; a batch of one takes strided windows, larger ones do not."""
     check("cpu_flash", problem(B, T, T, 2, 1, 4, 4), TILES[kind](T, T))
