@@ -21,7 +21,7 @@ def pytest_configure(config):
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     """Tests without ranks compute on small tensors: a second thread costs more than it gives, on a busy machine tenfold."""
-    import torch        # not above: the fork server imports it while this process goes on
+    import torch  # not above: the fork server imports it while this process goes on
 
     torch.set_num_threads(1)
 
