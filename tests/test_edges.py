@@ -65,16 +65,17 @@ def test_a_data_rank_without_sequences_takes_part(rank, world):
     close(got[1], want[1])
 
 
-@ranks(2)
-@pytest.mark.parametrize("sizes", [[1, 2], [3, 1], [0, 4]])
+@ranks(2, 3)
+@pytest.mark.parametrize("sizes", [[1, 2, 4], [3, 1, 0], [0, 4, 1]])
 def test_token_shards_of_any_lengths_keep_them(rank, world, sizes):
     """A block, an MLP and attention under sequence_parallel give back the shards they were given; lone layers too."""
-    whole = seeded(3, sum(sizes), 8, seed=0)
-    with ParallelContext.from_env(tp=2, timeout=60) as ctx:
+    sizes = sizes[:world]
+    whole = seeded(3, sum(sizes), 12, seed=0)
+    with ParallelContext.from_env(tp=world, timeout=60) as ctx:
         for make in (
-            lambda c, sp: tpattn.TransformerBlock(8, 2, ctx=c, dtype=F64, sequence_parallel=sp),
-            lambda c, sp: tpattn.ParallelMLP(8, 12, ctx=c, dtype=F64, sequence_parallel=sp),
-            lambda c, sp: tpattn.ParallelSelfAttention(8, 2, ctx=c, dtype=F64, sequence_parallel=sp),
+            lambda c, sp: tpattn.TransformerBlock(12, 3, ctx=c, dtype=F64, sequence_parallel=sp),
+            lambda c, sp: tpattn.ParallelMLP(12, 13, ctx=c, dtype=F64, sequence_parallel=sp),
+            lambda c, sp: tpattn.ParallelSelfAttention(12, 3, ctx=c, dtype=F64, sequence_parallel=sp),
         ):
             torch.manual_seed(5)
             layer = make(ctx, True)
@@ -84,6 +85,21 @@ def test_token_shards_of_any_lengths_keep_them(rank, world, sizes):
             close(got, twin(whole).detach().split(sizes, dim=1)[rank])
             with pytest.raises(Unsupported, match="token_sizes.*sequence_parallel"):
                 twin(whole, token_sizes=[sum(sizes)])
+
+
+@ranks(4)
+def test_an_empty_batch_of_one_data_rank_takes_every_mask(rank, world):
+    """dp=2 x cp=2, one sequence: the cp group without any runs its collectives under padding, documents and dense masks too."""
+    with ParallelContext.from_env(dp=2, cp=2, timeout=60) as ctx:
+        B = 1 - ctx.dp.rank
+        layout = SequenceLayout.zigzag(9, 2)
+        q = seeded(B, layout.sizes[ctx.cp.rank], 2, 4, seed=rank).requires_grad_()
+        dense = masks.dense(torch.ones(B, 1, layout.sizes[ctx.cp.rank], 9, dtype=torch.bool))
+        for mask in (masks.padding(torch.ones(B, 9, dtype=torch.bool)), masks.documents([4, 5]), dense, masks.causal()):
+            for grid in tpattn.AttentionGrid.all_of(2):
+                out = tpattn.sequence_attention(q, q, q, ctx=ctx, mask=mask, layout=layout, grid=grid)
+                assert out.shape == q.shape
+                out.sum().backward()
 
 
 @ranks(2)
@@ -132,8 +148,10 @@ def test_what_no_rank_can_use_is_refused_alike(rank, world):
 
 @ranks(2)
 def test_a_mean_counts_in_full_precision(rank, world):
-    """257 tokens are 257, not the 256 that bfloat16 can hold; weights may sum to less than one."""
+    """257 tokens are not the 256 that bfloat16 can hold; weights may sum to less than one; one rank's mistake reaches all."""
     with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        with pytest.raises(Unsupported, match="at least 0"):
+            tpattn.token_mean(torch.tensor(1.0), -3 if rank == 0 else 5, ctx=ctx)
         close(tpattn.token_mean(torch.tensor(1.0), 0.1, ctx=ctx), torch.tensor(10.0))
         got = tpattn.token_mean(torch.tensor(1024.0, dtype=torch.bfloat16), 257, ctx=ctx)  # 2048 / 514
         assert float(got) == 3.984375

@@ -546,16 +546,16 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        node: Any, x: Tensor, group: Group, split: int, split_sizes: list[int], join: int, join_sizes: list[int], direction: str
+        node: Any, x: Tensor, group: Group, split: int, split_sizes: list[int], join: int, join_sizes: list[int]
     ) -> Tensor:
         node.site, node.saved = _site(), (group, split, split_sizes, join, join_sizes)
-        return _all_to_all(x, group, split, split_sizes, join, join_sizes, direction)
+        return _all_to_all(x, group, split, split_sizes, join, join_sizes, "forward")
 
     @_gradient
     def backward(node: Any, g: Tensor) -> Any:
         group, split, split_sizes, join, join_sizes = node.saved
         back = _all_to_all(g, group, join, join_sizes, split, split_sizes, "backward")
-        return back, None, None, None, None, None, None
+        return back, None, None, None, None, None
 
 
 def _all_to_all(x: Tensor, group: Group, split: int, pieces: list[int], join: int, shares: list[int], direction: str) -> Tensor:
@@ -649,7 +649,7 @@ def swap_shards(
         return x
     split, pieces = _whole_sizes(x, split, split_sizes, group)
     join, shares = _share_sizes(x, join, join_sizes, group)
-    return _Exchange.apply(x, group, split, pieces, join, shares, "forward")
+    return _Exchange.apply(x, group, split, pieces, join, shares)
 
 
 def shift(x: Tensor, group: Group, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:

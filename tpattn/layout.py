@@ -23,27 +23,33 @@ class SequenceLayout:
 
     T        length of the whole sequence
     n        number of ranks that share it
-    kind     contiguous, zigzag, striped or of; for people, nothing depends on it
+    kind     name of the constructor; for people, nothing depends on it
     """
 
-    def __init__(self, kind: str, T: int, shares: Sequence[Tensor], block: int | None = None) -> None:
-        """Use the named constructors; `shares` are the positions of every rank, a partition of range(T)."""
+    def __init__(
+        self, kind: str, T: int, shares: Sequence[Tensor], block: int | None = None, numbers: tuple[int, ...] | None = None
+    ) -> None:
+        """Use the named constructors; `shares` are the positions of every rank, a partition of range(T).
+
+        numbers     what decides the shares of this kind, to compare by; None = the positions themselves
+        """
         self.kind, self.T, self.n, self.block = kind, T, len(shares), block
-        self._shares = tuple(shares)
+        self._shares, self._numbers = tuple(shares), numbers
 
     # ---- constructors -------------------------------------------------------------------------------------------------
 
     @staticmethod
     def contiguous(T: int, n: int, *, block: int = 1) -> SequenceLayout:
         """Rank r holds the r-th of n neighbouring pieces; edges lie at multiples of `block`, earlier ranks take the rest."""
-        return SequenceLayout("contiguous", T, _pieces(T, n, block), block)
+        return SequenceLayout("contiguous", T, _pieces(T, n, block), block, (T, n, block))
 
     @staticmethod
     def zigzag(T: int, n: int, *, block: int = 1) -> SequenceLayout:
         """Rank r holds pieces r and 2n - 1 - r of 2n: one early and one late, so that causal work is equal."""
         _check_sizes(T, n, block)
         pieces = _pieces(T, 2 * n, block)
-        return SequenceLayout("zigzag", T, [torch.cat((pieces[r], pieces[2 * n - 1 - r])) for r in range(n)], block)
+        shares = [torch.cat((pieces[r], pieces[2 * n - 1 - r])) for r in range(n)]
+        return SequenceLayout("zigzag", T, shares, block, (T, n, block))
 
     @staticmethod
     def striped(T: int, n: int, block: int = 1) -> SequenceLayout:
@@ -51,7 +57,7 @@ class SequenceLayout:
         _check_sizes(T, n, block)
         everyone = torch.arange(T)
         owner = everyone.div(block, rounding_mode="floor") % n
-        return SequenceLayout("striped", T, [everyone[owner == r] for r in range(n)], block)
+        return SequenceLayout("striped", T, [everyone[owner == r] for r in range(n)], block, (T, n, block))
 
     @staticmethod
     def balanced(mask: _HasIntervals, T: int, n: int, block: int = 128) -> SequenceLayout:
@@ -81,7 +87,7 @@ class SequenceLayout:
     def of_lengths(lengths: Sequence[int]) -> SequenceLayout:
         """Rank r holds the r-th of n neighbouring pieces, `lengths[r]` tokens long: contiguous shares of any lengths."""
         everyone = torch.arange(sum(lengths))
-        return SequenceLayout("of_lengths", sum(lengths), everyone.split(list(lengths)))
+        return SequenceLayout("of_lengths", sum(lengths), everyone.split(list(lengths)), numbers=tuple(lengths))
 
     @staticmethod
     def of(positions: Sequence[Sequence[int] | Tensor]) -> SequenceLayout:
@@ -142,10 +148,8 @@ class SequenceLayout:
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        if self.kind == "of_lengths":
-            return self.kind, self.sizes
-        if self.kind not in ("of", "balanced"):
-            return self.kind, self.T, self.n, self.block
+        if self._numbers is not None:
+            return self.kind, self._numbers
         bytes_ = self.rank_order.numpy().tobytes()
         return self.kind, self.sizes, hashlib.sha256(bytes_).hexdigest()
 

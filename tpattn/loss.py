@@ -132,8 +132,9 @@ def token_mean(loss_sum: Tensor, count: Tensor | int, *, ctx: ParallelContext) -
     number = torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
     if loss_sum.dim() or number.dim():
         raise Unsupported(f"token_mean needs scalars, got loss_sum {list(loss_sum.shape)} and count {list(number.shape)}")
-    if not bool(number >= 0):
-        raise Unsupported(f"token_mean: count={float(number)} must be at least 0")
-    total = comm.all_reduce(number, ctx.dp_cp) if ctx.dp_cp.size > 1 else number
+    counted = torch.where(number >= 0, number, torch.nan)  # a rank's own mistake reaches every rank with the sum
+    total = comm.all_reduce(counted, ctx.dp_cp) if ctx.dp_cp.size > 1 else counted
+    if bool(total.isnan()):
+        raise Unsupported(f"token_mean: count must be at least 0 on every rank, it is {float(number)} on this one")
     share = (loss_sum / torch.where(total == 0, 1.0, total)).to(loss_sum.dtype)  # a count of 257 is none in bfloat16
     return comm.reduce(share, ctx.dp_cp)

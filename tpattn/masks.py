@@ -207,6 +207,8 @@ class _Padding(Mask):
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         """The runs of valid keys of each sequence, the same for every row."""
+        if not len(self.valid):  # an empty batch, of a data rank without sequences
+            return prefix(0).intervals(positions, S)
         edges = torch.nn.functional.pad(self.valid.to(torch.int8), (1, 1)).diff(dim=1)
         starts = [torch.nonzero(row == 1).flatten() for row in edges]
         stops = [torch.nonzero(row == -1).flatten() for row in edges]

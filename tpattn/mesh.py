@@ -230,7 +230,7 @@ class ParallelContext:
                 rows.append((label, marks))
         left = max(len(label) for label, _ in rows)
         line = " " * left + " +" + "+".join("-" * (width + 2) for _ in columns) + "+"
-        picture = [head, " " * left + "  " + " ".join(c.center(width + 2) for c in columns), line]
+        picture = [head, (" " * left + "  " + " ".join(c.center(width + 2) for c in columns)).rstrip(), line]
         for label, marks in rows:
             picture.append(label.ljust(left) + " |" + "|".join(m.center(width + 2) for m in marks) + "|")
             picture.append(line)

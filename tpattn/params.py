@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tpattn import comm, random
@@ -133,19 +133,14 @@ def _least(tp: int, size: int) -> int:
     return size
 
 
-def _placement(spec: Spec) -> Placement:
-    return Replicate() if spec.dim is None else Shard(spec.dim)
-
-
-def _wrap(share: Tensor, spec: Spec, ctx: ParallelContext, placement: Placement | None = None) -> Tensor:
+def _wrap(share: Tensor, spec: Spec, ctx: ParallelContext) -> Tensor:
     """A share as a DTensor on the tp mesh; plain with tp = 1."""
     if ctx.tp.size == 1:
         return share
     assert ctx.mesh is not None
+    placement = Replicate() if spec.dim is None else Shard(spec.dim)
     stride = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(
-        share, ctx.mesh["tp"], [placement or _placement(spec)], run_check=False, shape=torch.Size(spec.shape), stride=stride
-    )
+    return DTensor.from_local(share, ctx.mesh["tp"], [placement], run_check=False, shape=torch.Size(spec.shape), stride=stride)
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, str, Spec]]:

@@ -170,7 +170,10 @@ class Schedule:
         return self._once(("keys", part, r, s), lambda: self._find_keys(part, r, s))
 
     def _find_keys(self, part: int, r: int, s: int) -> Ranges:
-        starts, stops = self._needed(part, r)
+        return self._ranges_of(s, *self._needed(part, r))
+
+    def _ranges_of(self, s: int, starts: Tensor, stops: Tensor) -> Ranges:
+        """Ranges of rank s's keys whose positions lie in the intervals [starts, stops)."""
         starts, stops = torch.searchsorted(self.k_positions[s], starts), torch.searchsorted(self.k_positions[s], stops)
         return tuple(zip(*(x.tolist() for x in _union(starts, stops)), strict=True))
 
@@ -220,9 +223,7 @@ class Schedule:
         ring, mine = self.spec.grid.ring, self.coordinates[c][1]
         visits = ring - self.hops(c, s, direction)  # rank c itself and everyone behind it
         needed = [self._needed(part, (mine + direction * j) % ring) for j in range(visits)]
-        starts, stops = _union(torch.cat([n[0] for n in needed]), torch.cat([n[1] for n in needed]))
-        starts, stops = torch.searchsorted(self.k_positions[s], starts), torch.searchsorted(self.k_positions[s], stops)
-        return tuple(zip(*(x.tolist() for x in _union(starts, stops)), strict=True))
+        return self._ranges_of(s, *_union(torch.cat([n[0] for n in needed]), torch.cat([n[1] for n in needed])))
 
     @cached_property
     def inputs_travel(self) -> bool:
@@ -610,6 +611,7 @@ class Choice:
         return "\n".join(lines)
 
 
+@lru_cache(maxsize=256)
 def choose_grid(
     q_layout: SequenceLayout,
     kv_layout: SequenceLayout,
@@ -621,22 +623,10 @@ def choose_grid(
     itemsize: int,
     transport: str = "exchange",
 ) -> Choice:
-    """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes."""
-    return _choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize, transport)
+    """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
-
-@lru_cache(maxsize=256)
-def _choose_grid(
-    q_layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    mask: Mask,
-    num_heads: int,
-    num_kv_heads: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    transport: str,
-) -> Choice:
+    mask        its structure alone, as in `Spec`
+    """
     n, found = q_layout.n, []
     for grid in AttentionGrid.all_of(n):
         plan = schedule(Spec(q_layout, kv_layout, mask, False, grid, num_heads, num_kv_heads, transport))
@@ -661,7 +651,9 @@ def _choose(
 ) -> Choice:
     """What grid="auto" would take for these layouts, mask, heads and dtype, with `.explain()` to say why."""
     Dv = head_dim if value_dim is None else value_dim
-    return choose_grid(layout, kv_layout or layout, mask, num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport)
+    return choose_grid(
+        layout, kv_layout or layout, mask.structure(), num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport
+    )
 
 
 AttentionGrid.choose = staticmethod(_choose)  # declared there, made here: choosing needs masks, work and bytes
@@ -697,4 +689,4 @@ def resolve_grid(
     """
     if (given := given_grid(grid, q_layout.n)) is not None:
         return given
-    return choose_grid(q_layout, kv_layout, mask, num_heads, num_kv_heads, D, Dv, itemsize, transport).grid
+    return choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize, transport).grid

@@ -385,13 +385,13 @@ class _Ring:
         self.run, self.direction, self.keys = run, direction, keys
         plan = run.plan
         self.steps = range(1, plan.spec.grid.ring) if plan.rotates else range(0)
-        self.next, self.before = (plan.neighbour(run.me, by) for by in (1, -1))
         self.like = keys[0, run.me]
         B = sum(block[0].shape[0] for (_, s), block in keys.items() if s == run.me)
         self.parts = [(part, seqs.stop - seqs.start) for part, seqs in run.parts(B)]
         self.wide = torch.float64 if self.like[0].dtype == torch.float64 else torch.float32
         self.waits: dict[object, Callable[[], Blocks]] = {}
-        if self.steps:
+        if self.steps:  # which way around is best is not asked where nothing rotates
+            self.next, self.before = (plan.neighbour(run.me, by) for by in (1, -1))
             self._send_keys(1)
 
     def _here(self, part: int, s: int) -> Ranges | None:
@@ -419,7 +419,7 @@ class _Ring:
         self.waits[key] = arrived
 
     def _send_keys(self, hops: int) -> None:
-        """Start the messages after which the blocks of step `hops` are here: they come from the rank before, on step earlier."""
+        """Start the messages after which the blocks of step `hops` are here: they come from the rank before, one step earlier."""
         plan, me, send = self.run.plan, self.run.me, []
         for part, s in self._blocks(hops - 1):
             if ranges := plan.held(part, self.next, s):
@@ -428,7 +428,7 @@ class _Ring:
         self._start(("keys", hops), self.next, send, self.before, expect, self.like[0].dtype)
 
     def arrive(self, hops: int) -> Blocks:
-        """The blocks of step `hops`; the messages of the next step are under way."""
+        """The blocks of step `hops`, also put into `keys`; the messages of the next step are under way."""
         plan, me = self.run.plan, self.run.me
         blocks = self.waits.pop(("keys", hops))()
         self.keys.update(blocks)
@@ -521,7 +521,7 @@ class _SequenceAttention(torch.autograd.Function):
                 if (a, b) != (me, me):
                     compute(a, b)
         for hops in ring.steps:
-            keys.update(ring.arrive(hops))
+            ring.arrive(hops)
             for a in (me, *run.others):
                 for b in plan.sources(me, hops):
                     compute(a, b)
@@ -576,9 +576,7 @@ class _SequenceAttention(torch.autograd.Function):
         for key, (g_a, *numbers) in wait().items():
             upstream[key] = [g_a, stand_in(g_a, numbers[1]), numbers[0]] if run.merges else [g_a, *final[key]]
         for hops in ring.steps:
-            arrived = ring.arrive(hops)
-            keys.update(arrived)
-            dkv.update({key: [_zeros(x, lse.dtype) for x in block] for key, block in arrived.items()})
+            dkv.update({key: [_zeros(x, lse.dtype) for x in block] for key, block in ring.arrive(hops).items()})
             for a in (me, *run.others):
                 for b in plan.sources(me, hops):
                     compute(a, b)
@@ -615,7 +613,6 @@ def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq:
     """All gradients of this rank, with dk and dv summed over row blocks by halves of their number, as any rank count does."""
     plan, me, groups = run.plan, run.me, run.plan.head_groups(run.me)
     for part, seqs in run.parts(sum(x[0].shape[0] for (_, s), x in rows.items() if s == me)):
-        k, v = keys[part, ALL]
         jobs: dict[int, list[tuple[int, Tile]]] = {}  # block of rows -> its (rank of the rows, tile)
         for a in sorted(r for p, r in rows if p == part):
             first = plan.row_positions(part, me, a)
@@ -631,13 +628,12 @@ def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq:
             for a, tile in (job for b in blocks for job in jobs[b]):
                 table, change = run.table_at(rows[part, a], part, ALL), run.change_at(part, seqs, a, ALL)
                 g, out, lse = upstream[part, a]
-                into = Gradients(dq[part, a], *sums)
-                k, v = keys[part, ALL]
+                into, (k, v) = Gradients(dq[part, a], *sums), keys[part, ALL]
                 attend_backward(into, rows[part, a][0], k, v, g, out, lse, [tile], groups, run.scale, run.backend, table, change)
             return sums
 
         sources, order = plan.joined(part, me)
-        back = order.argsort().to(k.device)
+        back = order.argsort().to(keys[part, ALL][0].device)
         sizes = [keys[part, s][0].shape[2] for s in sources]
         for i, x in enumerate(total(sorted(jobs))):
             for s, piece in zip(sources, x.index_select(2, back).split(sizes, dim=2), strict=True):
