@@ -6,7 +6,7 @@ from helpers import close, far, seeded
 from oracle import attention_and_gradients
 
 from tpattn import Unsupported, kernels
-from tpattn.kernels import Accumulator, Gradients, Tile, attend, attend_backward, choose, merge, stand_in
+from tpattn.kernels import Accumulator, Gradients, Tile, attend, attend_backward, backends, choose, merge, stand_in
 
 BACKENDS = ["cpu_flash", "math"]
 CPU = torch.device("cpu")
@@ -243,14 +243,14 @@ def test_the_op_never_meets_an_empty_tensor(monkeypatch):
     """An empty q or k kills the process inside the op (torch 2.13): no tile, head group or batch gets there with size 0."""
     seen = []
     for name in ("forward", "backward"):
-        real = getattr(kernels.CpuFlash, name)
+        real = getattr(backends.CpuFlash, name)
 
         def spy(self, *tensors, real=real):
             seen.append([x.numel() for x in tensors if isinstance(x, torch.Tensor)])
             assert all(seen[-1]), "an empty tensor reached the op"
             return real(self, *tensors)
 
-        monkeypatch.setattr(kernels.CpuFlash, name, spy)
+        monkeypatch.setattr(backends.CpuFlash, name, spy)
     for T, S in ((0, 5), (5, 0), (0, 0)):
         got = whole("cpu_flash", *problem(2, T, S, 4, 2, 8, 8), [])
         assert (got[0] == 0).all() and (got[1] == -torch.inf).all()
@@ -263,7 +263,7 @@ def test_the_op_never_meets_an_empty_tensor(monkeypatch):
 
 def test_large_problems_are_computed_in_blocks(monkeypatch):
     """The math backend bounds its block of scores: the same numbers with room for 50 scores at a time."""
-    monkeypatch.setattr(kernels.Math, "_most_scores", 50)
+    monkeypatch.setattr(backends.Math, "_most_scores", 50)
     inputs = problem(2, 13, 11, 4, 2, 6, 6)
     check("math", inputs, TILES["ragged"](13, 11))
     check("math", inputs, [Tile("full", 0, 13, 0, 11, table=True)], table=torch.rand(2, 4, 13, 11) < 0.5)
@@ -285,13 +285,20 @@ def test_stand_in_has_the_row_sums_that_backward_needs(dtype):
 def test_backends_are_chosen_by_name_or_refused():
     assert list(kernels.available()) == BACKENDS and list(kernels.available(dtype=torch.bfloat16)) == BACKENDS
     assert choose("auto", CPU, torch.float32).name == "cpu_flash" and choose("math", CPU, torch.float32).name == "math"
-    assert list(kernels.available("cuda")) == ["math"]
+    on_cuda = kernels.available("cuda", torch.bfloat16)
+    assert list(on_cuda) == ["cuda_flash", "cuda_efficient", "math"]
+    assert ["never run" in note for note in on_cuda.values()] == [True, True, False]
+    cuda = torch.device("cuda")
+    assert list(kernels.available("cuda")) == ["cuda_efficient", "math"]
+    assert choose("auto", cuda, torch.bfloat16).name == "math" and choose("cuda_flash", cuda, torch.bfloat16).name == "cuda_flash"
     for name, device, dtype, words in (
         ("flash", CPU, torch.float32, ["kernel='flash'", "cpu_flash", "math"]),
         ("cpu_flash", torch.device("cuda"), torch.float32, ["cuda", "math"]),
         ("auto", CPU, torch.int64, ["int64", "bfloat16"]),
         ("auto", CPU, torch.complex64, ["complex64"]),
+        ("cuda_flash", cuda, torch.float32, ["float32", "cuda_efficient, math"]),
+        ("cuda_flash", cuda, torch.float16, ["head_dim 300", "cuda_efficient, math"]),
     ):
         with pytest.raises(Unsupported) as error:
-            choose(name, device, dtype)
+            choose(name, device, dtype, width=300 if "300" in words[0] else 64)
         assert all(word in str(error.value) for word in words), str(error.value)

@@ -92,7 +92,7 @@ def sequence_attention(
         )
     _check_changes(q, softcap, alibi_slopes, sinks, dropout)
     changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
-    backend = choose(kernel, q.device, q.dtype, changes)
+    backend = choose(kernel, q.device, q.dtype, changes, max(q.shape[3], v.shape[3]))
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)

@@ -1,0 +1,28 @@
+"""Local attention of some query rows over one block of keys: (out, lse) forward, and a backward from the global (out, lse).
+
+Knows no ranks. A tile says which pairs of a rectangle of rows and keys count; `attend` adds tiles into an `Accumulator`,
+`attend_backward` adds their gradients. Each backend only knows how to do one call (no mask, its own causal flag, or a small
+boolean mask) and the sizes it is fastest at. Here tensors are in kernel order [B, H, T, D], any strides: T rows, S keys,
+K key-value heads (never repeated in memory), Dv the width of v.
+"""
+
+from tpattn.kernels.backends import NAMES, Backend, available, choose
+from tpattn.kernels.calls import HeadGroups, attend, attend_backward, stand_in
+from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, merge
+
+__all__ = [
+    "NAMES",
+    "Accumulator",
+    "Backend",
+    "Call",
+    "Change",
+    "Gradients",
+    "HeadGroups",
+    "Tile",
+    "attend",
+    "attend_backward",
+    "available",
+    "choose",
+    "merge",
+    "stand_in",
+]

@@ -1,0 +1,167 @@
+"""Tiles become calls of a back end: causal squares as trees, strided windows, head groups; results are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tpattn.kernels.backends import Backend, square
+from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, merge
+
+HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
+
+
+@lru_cache(maxsize=256)
+def _tree(kind: str, n: int, leaf: int) -> tuple[Call, ...]:
+    """A causal (or flipped) square of side n as leaf squares on the diagonal and the full rectangles of a binary tree.
+
+    All rectangles of one level are one strided call where they are equal in size; a ragged last one is a call of its own.
+    """
+    if leaf == 0 or n <= leaf:
+        return (Call(kind, 0, n, 0, n),)
+    calls, whole = [], n // leaf
+    calls.append(Call(kind, 0, leaf, 0, leaf, whole, leaf))
+    if n % leaf:
+        calls.append(Call(kind, whole * leaf, n % leaf, whole * leaf, n % leaf))
+    side = leaf
+    while side < n:
+        pairs = n // (2 * side)
+        row, key = (side, 0) if kind == "causal" else (0, side)
+        if pairs:
+            calls.append(Call("full", row, side, key, side, pairs, 2 * side))
+        rest = n - pairs * 2 * side
+        if rest > side:  # the last pair has a short second half
+            start, short = pairs * 2 * side, rest - side
+            if kind == "causal":
+                calls.append(Call("full", start + side, short, start, side))
+            else:
+                calls.append(Call("full", start, side, start + side, short))
+        side *= 2
+    return tuple(calls)
+
+
+def _windows(x: Tensor, start: int, length: int, count: int, step: int) -> Tensor:
+    """x [1, H, T, ..] -> [count, H, length, ..]: windows along T as a view."""
+    if count == 1:
+        return x[:, :, start : start + length]
+    strides = (step * x.stride(2), *x.stride()[1:])
+    return x.as_strided((count, x.shape[1], length, *x.shape[3:]), strides, x.storage_offset() + start * x.stride(2))
+
+
+def _calls(
+    tile: Tile, B: int, leaf: int, table: Tensor | None, device: torch.device
+) -> Iterator[tuple[Call, Tensor | str | None]]:
+    """The calls of a tile, placed in its block, each with its mask. Only a batch of one can take strided windows."""
+    if tile.kind == "ragged" or tile.table:
+        keys = torch.arange(tile.keys, device=device)
+        block = torch.ones(tile.rows, tile.keys, dtype=torch.bool, device=device)
+        if tile.kind == "ragged":
+            assert tile.lo is not None and tile.hi is not None
+            block = (keys >= tile.lo.to(device)[:, None]) & (keys < tile.hi.to(device)[:, None])
+        if tile.table:
+            assert table is not None
+            block = block & table[:, :, tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys]
+            if not bool(block.any()):
+                return
+        call = Call("full", tile.row, tile.rows, tile.key, tile.keys)
+        yield call, None if tile.table and bool(block.all()) else block
+        return
+    if tile.kind == "full":
+        yield Call("full", tile.row, tile.rows, tile.key, tile.keys), None
+        return
+    for call in _tree(tile.kind, tile.rows, leaf):
+        mask: Tensor | str | None = None
+        if call.kind != "full":
+            mask = "causal" if call.kind == "causal" else square("flipped", call.rows, device)
+        for i in range(1 if B == 1 else call.count):
+            row, key = tile.row + call.row + i * call.step, tile.key + call.key + i * call.step
+            yield Call(call.kind, row, call.rows, key, call.keys, call.count if B == 1 else 1, call.step), mask
+
+
+def _of_heads(mask: Tensor | str | None, heads: slice) -> Tensor | str | None:
+    return mask[:, heads] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1 else mask
+
+
+def attend(
+    into: Accumulator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Sequence[Tile],
+    groups: HeadGroups,
+    scale: float,
+    backend: Backend,
+    table: Tensor | None = None,
+    change: Change | None = None,
+) -> None:
+    """Add the attention of q [B, H, T, D] over k [B, K, S, D], v [B, K, S, Dv] at the pairs of `tiles` into the accumulator.
+
+    groups      which query heads read which key-value heads
+    table       bool [b, h, T, S] of the dense mask for these rows and keys, for tiles that ask for it
+    change      what happens to the scores of these rows and keys, for backends that support it
+    """
+    for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
+        for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, False), table, q.device):
+            for q_heads, kv_heads in groups:
+                rows = (call.row, call.rows, call.count, call.step)
+                keys = (call.key, call.keys, call.count, call.step)
+                out, lse = backend.forward(
+                    _windows(q[:, q_heads], *rows),
+                    _windows(k[:, kv_heads], *keys),
+                    _windows(v[:, kv_heads], *keys),
+                    _of_heads(mask, q_heads),
+                    scale,
+                    None if change is None else change.cut(call, q_heads),
+                )
+                merge(_windows(into.out[:, q_heads], *rows), _windows(into.lse[:, q_heads], *rows), out, lse)
+
+
+def attend_backward(
+    into: Gradients,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Sequence[Tile],
+    groups: HeadGroups,
+    scale: float,
+    backend: Backend,
+    table: Tensor | None = None,
+    change: Change | None = None,
+) -> None:
+    """Add the gradients of `attend` for the upstream gradient g [B, H, T, Dv], from the *global* out and lse of the rows."""
+    for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
+        for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, True), table, q.device):
+            for q_heads, kv_heads in groups:
+                rows = (call.row, call.rows, call.count, call.step)
+                keys = (call.key, call.keys, call.count, call.step)
+                dq, dk, dv = backend.backward(
+                    _windows(g[:, q_heads], *rows),
+                    _windows(q[:, q_heads], *rows),
+                    _windows(k[:, kv_heads], *keys),
+                    _windows(v[:, kv_heads], *keys),
+                    _windows(out[:, q_heads], *rows),
+                    _windows(lse[:, q_heads], *rows),
+                    _of_heads(mask, q_heads),
+                    scale,
+                    None if change is None else change.cut(call, q_heads),
+                )
+                _windows(into.dq[:, q_heads], *rows).add_(dq)
+                _windows(into.dk[:, kv_heads], *keys).add_(dk)
+                _windows(into.dv[:, kv_heads], *keys).add_(dv)
+
+
+def stand_in(g: Tensor, delta: Tensor) -> Tensor:
+    """A tensor o like g [B, H, T, Dv] with rowsum(g * o) = delta [B, H, T], for backward calls that want `out` only for that.
+
+    delta / g_j stands at the column j of the largest |g|, 0 elsewhere; rows whose gradient is all 0 have delta 0.
+    """
+    column = g.abs().argmax(dim=-1, keepdim=True)
+    largest = g.gather(-1, column)
+    value = torch.where(largest == 0, 0.0, delta.unsqueeze(-1) / torch.where(largest == 0, 1.0, largest.to(delta.dtype)))
+    return torch.zeros_like(g).scatter_(-1, column, value.to(g.dtype))
