@@ -6,7 +6,7 @@ from helpers import close, far, seeded
 from oracle import attention_and_gradients
 
 from tpattn import Unsupported, kernels
-from tpattn.kernels import Accumulator, Gradients, Tile, attend, attend_backward, backends, choose, merge, stand_in
+from tpattn.kernels import Accumulator, Gradients, Tile, Total, attend, attend_backward, backends, choose, merge, stand_in
 
 BACKENDS = ["cpu_flash", "math"]
 CPU = torch.device("cpu")
@@ -30,13 +30,14 @@ def whole(backend, q, k, v, g, tiles, scale=None, table=None, blocks=None):
         part = None if table is None else table[..., keys]
         attend(into, q, k[:, :, keys], v[:, :, keys], here, groups, scale, backend, part)
     out = into.out.to(q.dtype)
-    wide = into.out.dtype
-    sums = Gradients(*(torch.zeros(x.shape, dtype=wide) for x in (q, k, v)))
+    dq, dk, dv = (Total(x) for x in (q, k, v))
     for keys, here in cuts:
         part = None if table is None else table[..., keys]
-        some = Gradients(sums.dq, sums.dk[:, :, keys], sums.dv[:, :, keys])
+        some = Gradients(dq, Total(k[:, :, keys]), Total(v[:, :, keys]))
         attend_backward(some, q, k[:, :, keys], v[:, :, keys], g, out, into.lse, here, groups, scale, backend, part)
-    return [x.transpose(1, 2) for x in (out, into.lse, sums.dq, sums.dk, sums.dv)]
+        dk.value[:, :, keys] += some.dk.value
+        dv.value[:, :, keys] += some.dv.value
+    return [x.transpose(1, 2) for x in (out, into.lse, dq.value, dk.value, dv.value)]
 
 
 def allowed_of(tiles, T, S, table=None):

@@ -17,14 +17,29 @@ from torch import Tensor
 
 from tpattn import comm
 from tpattn.errors import Unsupported
-from tpattn.kernels import NAMES, Accumulator, Backend, Change, Gradients, Tile, attend, attend_backward, choose, merge, stand_in
+from tpattn.kernels import (
+    NAMES,
+    Accumulator,
+    Backend,
+    Change,
+    Gradients,
+    Tile,
+    Total,
+    attend,
+    attend_backward,
+    choose,
+    merge,
+    stand_in,
+    wide_dtype,
+)
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.masks import Mask, full
 from tpattn.random import RandomKey
 from tpattn.schedule import ALL, FIXED, Ranges, Schedule, Spec, count, given_grid, inside, minus, resolve_grid, schedule
 
 Blocks = dict[tuple[Any, ...], list[Tensor]]  # tensors in kernel order [b, heads, n, ..], by (part, rank)
-Sums = dict[tuple[Any, ...], Tensor]
+RowTotals = dict[tuple[Any, ...], Total]  # the sums of dq, by (part, rank of the rows)
+KeyTotals = dict[tuple[Any, ...], list[Total]]  # the sums [dk, dv], by (part, rank of the keys)
 
 
 class SharesTokens(Protocol):
@@ -388,7 +403,7 @@ class _Ring:
         self.like = keys[0, run.me]
         B = sum(block[0].shape[0] for (_, s), block in keys.items() if s == run.me)
         self.parts = [(part, seqs.stop - seqs.start) for part, seqs in run.parts(B)]
-        self.wide = torch.float64 if self.like[0].dtype == torch.float64 else torch.float32
+        self.wide = wide_dtype(self.like[0].dtype)
         self.waits: dict[object, Callable[[], Blocks]] = {}
         if self.steps:  # which way around is best is not asked where nothing rotates
             self.next, self.before = (plan.neighbour(run.me, by) for by in (1, -1))
@@ -439,21 +454,21 @@ class _Ring:
             self._send_keys(hops + 1)
         return blocks
 
-    def pass_on(self, hops: int, dkv: Blocks) -> None:
+    def pass_on(self, hops: int, dkv: KeyTotals) -> None:
         """Add the sums that came with step `hops`; rows that others still read go on to them, the rest goes home."""
         plan, me, last = self.run.plan, self.run.me, hops == self.run.plan.spec.grid.ring - 1
         if hops > 1:
             for key, sums in self.waits.pop(("sums", hops))().items():
                 for total, part_sum in zip(dkv[key], sums, strict=True):
-                    total.add_(part_sum)
+                    total.add(part_sum)
         onward, home = [], []
         for part, s in self._blocks(hops):
             here = plan.held(part, me, s)
             further: Ranges = () if last else plan.held(part, self.next, s)
             if further:
-                onward += [_take(x, inside(here, further)) for x in dkv[part, s]]
+                onward += [_take(x.value, inside(here, further)) for x in dkv[part, s]]
             if done := minus(here, further):
-                home += [_take(x, inside(here, done)) for x in dkv[part, s]]
+                home += [_take(x.value, inside(here, done)) for x in dkv[part, s]]
         if not last:
             self._start(("sent", hops), self.next, onward, self.before, [], self.wide)
         # The rank whose blocks these are, and the rank that now finishes the blocks of this one.
@@ -466,20 +481,20 @@ class _Ring:
                 expect.append(((part, s, done), done))
         self._start(("home", hops), to, home, source, [(key, done) for key, done in expect], self.wide)
 
-    def drop(self, hops: int, *held: Blocks) -> None:
+    def drop(self, hops: int, *held: dict[tuple[Any, ...], Any]) -> None:
         """Forget the blocks of step `hops`."""
         for blocks in held:
             for key in self._blocks(hops):
                 blocks.pop(key, None)
 
-    def come_home(self, dkv: Blocks) -> None:
+    def come_home(self, dkv: KeyTotals) -> None:
         """Add what the others have summed for the blocks that this rank sent off."""
         for key in [k for k in self.waits if isinstance(k, tuple) and k[0] == "sent"]:
             self.waits.pop(key)()
         for hops in self.steps:
             for (part, s, done), sums in self.waits.pop(("home", hops))().items():
                 for total, rows in zip(dkv[part, s], sums, strict=True):
-                    for place, piece in _places(total, inside(self._here(part, s), done), rows):
+                    for place, piece in _places(total.value, inside(self._here(part, s), done), rows):
                         place.add_(piece)
 
 
@@ -558,8 +573,8 @@ class _SequenceAttention(torch.autograd.Function):
         ring = _Ring(run, keys, "backward")
         wait = _send_upstream(run, g, out, lse)
         upstream = {(p, me): [x[seqs, mine] for x in (g, out, lse)] for p, seqs in run.parts(q.shape[0])}  # dO, out, lse of rows
-        dq = {key: _zeros(block[0], lse.dtype) for key, block in rows.items()}
-        dkv = {key: [_zeros(x, lse.dtype) for x in block] for key, block in keys.items() if key[1] != ALL}
+        dq = {key: Total(block[0]) for key, block in rows.items()}
+        dkv = {key: [Total(x) for x in block] for key, block in keys.items() if key[1] != ALL}
 
         def compute(a: int, b: int) -> None:
             for part, seqs in run.parts(q.shape[0]):
@@ -576,7 +591,7 @@ class _SequenceAttention(torch.autograd.Function):
         for key, (g_a, *numbers) in wait().items():
             upstream[key] = [g_a, stand_in(g_a, numbers[1]), numbers[0]] if run.merges else [g_a, *final[key]]
         for hops in ring.steps:
-            dkv.update({key: [_zeros(x, lse.dtype) for x in block] for key, block in ring.arrive(hops).items()})
+            dkv.update({key: [Total(x) for x in block] for key, block in ring.arrive(hops).items()})
             for a in (me, *run.others):
                 for b in plan.sources(me, hops):
                     compute(a, b)
@@ -588,7 +603,7 @@ class _SequenceAttention(torch.autograd.Function):
         if plan.spec.fixed:
             _fixed_backward(run, rows, keys, upstream, dq, dkv)
         ring.come_home(dkv)
-        home = _send_gradients(run, dq, dkv, q, k)
+        home = _send_gradients(run, dq, dkv, q, k, v)
         for b in plan.early(me):
             compute(me, b)
         totals = _sum_gradients(run, home(), dq, dkv, q, k, v)
@@ -609,7 +624,7 @@ def _join(run: _Run, keys: Blocks) -> None:
             keys[part, ALL] = whole if in_order else [x.index_select(2, order.to(x.device)) for x in whole]
 
 
-def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq: Sums, dkv: Blocks) -> None:
+def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq: RowTotals, dkv: KeyTotals) -> None:
     """All gradients of this rank, with dk and dv summed over row blocks by halves of their number, as any rank count does."""
     plan, me, groups = run.plan, run.me, run.plan.head_groups(run.me)
     for part, seqs in run.parts(sum(x[0].shape[0] for (_, s), x in rows.items() if s == me)):
@@ -624,20 +639,20 @@ def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq:
                 half = (len(blocks) + 1) // 2
                 left, right = total(blocks[:half]), total(blocks[half:])
                 return [x.add_(y) for x, y in zip(left, right, strict=True)]
-            sums = [_zeros(x, dq[part, me].dtype) for x in keys[part, ALL]]
+            sums = [Total(x) for x in keys[part, ALL]]
             for a, tile in (job for b in blocks for job in jobs[b]):
                 table, change = run.table_at(rows[part, a], part, ALL), run.change_at(part, seqs, a, ALL)
                 g, out, lse = upstream[part, a]
                 into, (k, v) = Gradients(dq[part, a], *sums), keys[part, ALL]
                 attend_backward(into, rows[part, a][0], k, v, g, out, lse, [tile], groups, run.scale, run.backend, table, change)
-            return sums
+            return [x.value for x in sums]
 
         sources, order = plan.joined(part, me)
         back = order.argsort().to(keys[part, ALL][0].device)
         sizes = [keys[part, s][0].shape[2] for s in sources]
         for i, x in enumerate(total(sorted(jobs))):
             for s, piece in zip(sources, x.index_select(2, back).split(sizes, dim=2), strict=True):
-                dkv[part, s][i] = piece
+                dkv[part, s][i].add(piece)
 
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -645,12 +660,6 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros [B, H, T, D] with memory in public order [B, T, H, D]."""
-    B, H, T, D = like.shape
-    return torch.zeros(B, T, H, D, dtype=dtype, device=like.device).transpose(1, 2)
 
 
 def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -661,7 +670,7 @@ def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, s
         if sinks is not None and run.merges:
             _add_sinks(own.out, own.lse, sinks)
         return own.out.transpose(1, 2).to(q.dtype), own.lse
-    wide, with_lse, Dv = own.out.dtype, run.merges or run.return_lse or sinks is not None, own.out.shape[-1]
+    wide, with_lse, Dv = wide_dtype(q.dtype), run.merges or run.return_lse or sinks is not None, own.out.shape[-1]
     travels = wide if run.merges else q.dtype
     for part, seqs in run.parts(q.shape[0]):
         for s in run.others:
@@ -715,46 +724,41 @@ def _send_upstream(run: _Run, g: Tensor, out: Tensor, lse: Tensor) -> Callable[[
     return mail.start(plan.rows_travel)
 
 
-def _send_gradients(run: _Run, dq: Sums, dkv: Blocks, q: Tensor, k: Tensor) -> Callable[[], Blocks]:
+def _send_gradients(run: _Run, dq: RowTotals, dkv: KeyTotals, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Blocks]:
     """Start sending gradients of others' rows and keys home: float32 where several ranks add to one, else q's dtype."""
     plan, me, mail = run.plan, run.me, _Mail(run.axis, "backward")
-    wide = dq[0, me].dtype
+    wide = wide_dtype(q.dtype)
     q_dtype, kv_dtype = (wide if several else q.dtype for several in (plan.several_dq, plan.several_dkv))
     for part, seqs in run.parts(q.shape[0]):
         b = seqs.stop - seqs.start
         for s in run.others:
             if plan.rows(part, me, s):
-                mail.post(s, dq[part, s].to(q_dtype))
+                mail.post(s, dq[part, s].value.to(q_dtype))
             if plan.held(part, me, s) and not plan.hops(me, s):
-                mail.post(s, *(x.to(kv_dtype) for x in dkv[part, s]))
+                mail.post(s, *(x.value.to(kv_dtype) for x in dkv[part, s]))
             if n := count(plan.rows(part, s, me)):
                 mail.expect(s, ("rows", part, s), ((b, plan.num_heads(s), n, q.shape[3]), q_dtype))
             if (n := count(plan.held(part, s, me))) and not plan.hops(s, me):
-                widths = [x.shape[3] for x in dkv[part, me]]
-                mail.expect(s, ("keys", part, s), *(((b, plan.num_kv_heads(s), n, width), kv_dtype) for width in widths))
+                mail.expect(s, ("keys", part, s), *(((b, plan.num_kv_heads(s), n, x.shape[3]), kv_dtype) for x in (k, v)))
     return mail.start(plan.inputs_travel)
 
 
 def _sum_gradients(
-    run: _Run, got: Blocks, dq: Sums, dkv: Blocks, q: Tensor, k: Tensor, v: Tensor
+    run: _Run, got: Blocks, dq: RowTotals, dkv: KeyTotals, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's own tokens: its own part and what came home, added in rank order."""
+    """dq, dk, dv of this rank's own tokens: its own part, then what came home in rank order (under `fixed`: by halves)."""
     plan, me = run.plan, run.me
-    wide = dq[0, me].dtype
-    if not got and plan.parts == 1 and plan.num_heads(me) == q.shape[1]:
-        return dq[0, me], dkv[0, me][0], dkv[0, me][1]
-    shares = []  # one rank's part of dq, dk, dv at a time
-    totals = _zeros(q, wide), _zeros(k, wide), _zeros(v, wide)
-    for c in range(run.axis.size):
-        if plan.spec.fixed:
-            totals = _zeros(q, wide), _zeros(k, wide), _zeros(v, wide)
-            shares.append(totals)
+
+    def none() -> tuple[Tensor, Tensor, Tensor]:
+        return Total(q).value, Total(k).value, Total(v).value
+
+    def add(c: int, totals: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         for part, seqs in run.parts(q.shape[0]):
             heads = plan.heads(c), plan.kv_heads(c), plan.kv_heads(c)
             homes = [x[seqs, h] for x, h in zip(totals, heads, strict=True)]
             if c == me:
-                for home, piece in zip(homes, (dq[part, me], *dkv[part, me]), strict=True):
-                    home.add_(piece)
+                for home, own in zip(homes, (dq[part, me], *dkv[part, me]), strict=True):
+                    home.add_(own.value)
                 continue
             pieces = [*got.get(("rows", part, c), []), *got.get(("keys", part, c), [])]
             keys = () if plan.hops(c, me) else plan.held(part, c, me)
@@ -763,8 +767,18 @@ def _sum_gradients(
             for (home, ranges), piece in zip(arrived, pieces, strict=True):
                 for place, rows in _places(home, ranges, piece):
                     place.add_(rows)
-    while len(shares) > 1:  # by halves, as the sums over blocks
-        pairs = [shares[i : i + 2] for i in range(0, len(shares), 2)]
-        shares = [tuple(sum(x) for x in zip(*pair, strict=True)) for pair in pairs]
-    totals = shares[0] if shares else totals
+        return totals
+
+    if plan.spec.fixed:
+        shares = [add(c, none()) for c in range(run.axis.size)]
+        while len(shares) > 1:  # by halves, as the sums over blocks
+            pairs = [shares[i : i + 2] for i in range(0, len(shares), 2)]
+            shares = [tuple(sum(x) for x in zip(*pair, strict=True)) for pair in pairs]
+        return shares[0]
+    if plan.parts == 1 and plan.num_heads(me) == q.shape[1]:
+        totals = dq[0, me].value, dkv[0, me][0].value, dkv[0, me][1].value  # all heads: the sum starts where it is
+    else:
+        totals = add(me, none())
+    for c in run.others:
+        add(c, totals)
     return totals

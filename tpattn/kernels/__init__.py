@@ -8,7 +8,7 @@ K key-value heads (never repeated in memory), Dv the width of v.
 
 from tpattn.kernels.backends import NAMES, Backend, available, choose
 from tpattn.kernels.calls import HeadGroups, attend, attend_backward, stand_in
-from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, merge
+from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, Total, merge, wide_dtype
 
 __all__ = [
     "NAMES",
@@ -19,10 +19,12 @@ __all__ = [
     "Gradients",
     "HeadGroups",
     "Tile",
+    "Total",
     "attend",
     "attend_backward",
     "available",
     "choose",
     "merge",
     "stand_in",
+    "wide_dtype",
 ]

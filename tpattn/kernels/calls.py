@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tpattn.kernels.backends import Backend, square
-from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, merge
+from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, windows
 
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
 
@@ -41,14 +41,6 @@ def _tree(kind: str, n: int, leaf: int) -> tuple[Call, ...]:
                 calls.append(Call("full", start, side, start + side, short))
         side *= 2
     return tuple(calls)
-
-
-def _windows(x: Tensor, start: int, length: int, count: int, step: int) -> Tensor:
-    """x [1, H, T, ..] -> [count, H, length, ..]: windows along T as a view."""
-    if count == 1:
-        return x[:, :, start : start + length]
-    strides = (step * x.stride(2), *x.stride()[1:])
-    return x.as_strided((count, x.shape[1], length, *x.shape[3:]), strides, x.storage_offset() + start * x.stride(2))
 
 
 def _calls(
@@ -109,14 +101,14 @@ def attend(
                 rows = (call.row, call.rows, call.count, call.step)
                 keys = (call.key, call.keys, call.count, call.step)
                 out, lse = backend.forward(
-                    _windows(q[:, q_heads], *rows),
-                    _windows(k[:, kv_heads], *keys),
-                    _windows(v[:, kv_heads], *keys),
+                    windows(q[:, q_heads], *rows),
+                    windows(k[:, kv_heads], *keys),
+                    windows(v[:, kv_heads], *keys),
                     _of_heads(mask, q_heads),
                     scale,
                     None if change is None else change.cut(call, q_heads),
                 )
-                merge(_windows(into.out[:, q_heads], *rows), _windows(into.lse[:, q_heads], *rows), out, lse)
+                into.add(out, lse, q_heads, call)
 
 
 def attend_backward(
@@ -141,19 +133,19 @@ def attend_backward(
                 rows = (call.row, call.rows, call.count, call.step)
                 keys = (call.key, call.keys, call.count, call.step)
                 dq, dk, dv = backend.backward(
-                    _windows(g[:, q_heads], *rows),
-                    _windows(q[:, q_heads], *rows),
-                    _windows(k[:, kv_heads], *keys),
-                    _windows(v[:, kv_heads], *keys),
-                    _windows(out[:, q_heads], *rows),
-                    _windows(lse[:, q_heads], *rows),
+                    windows(g[:, q_heads], *rows),
+                    windows(q[:, q_heads], *rows),
+                    windows(k[:, kv_heads], *keys),
+                    windows(v[:, kv_heads], *keys),
+                    windows(out[:, q_heads], *rows),
+                    windows(lse[:, q_heads], *rows),
                     _of_heads(mask, q_heads),
                     scale,
                     None if change is None else change.cut(call, q_heads),
                 )
-                _windows(into.dq[:, q_heads], *rows).add_(dq)
-                _windows(into.dk[:, kv_heads], *keys).add_(dk)
-                _windows(into.dv[:, kv_heads], *keys).add_(dv)
+                into.dq.add(dq, q_heads, *rows)
+                into.dk.add(dk, kv_heads, *keys)
+                into.dv.add(dv, kv_heads, *keys)
 
 
 def stand_in(g: Tensor, delta: Tensor) -> Tensor:

@@ -116,27 +116,99 @@ class Change:
         return (keep.to(like.dtype) / (1.0 - self.dropout)).view(like.shape)
 
 
-class Accumulator:
-    """Softmax attention summed over tiles: out [B, H, T, Dv] and lse [B, H, T], float32 (float64 for float64).
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which attention in `dtype` is summed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
-    A row that nothing was added to has out = 0 and lse = -inf.
+
+def windows(x: Tensor, start: int, length: int, count: int = 1, step: int = 0) -> Tensor:
+    """x [1, H, T, ..] -> [count, H, length, ..]: windows along T as a view; one window for any batch."""
+    if count == 1:
+        return x[:, :, start : start + length]
+    strides = (step * x.stride(2), *x.stride()[1:])
+    return x.as_strided((count, x.shape[1], length, *x.shape[3:]), strides, x.storage_offset() + start * x.stride(2))
+
+
+def _zeros(B: int, H: int, T: int, D: int, like: Tensor) -> Tensor:
+    """Zeros [B, H, T, D] with memory in public order [B, T, H, D]."""
+    return torch.zeros(B, T, H, D, dtype=wide_dtype(like.dtype), device=like.device).transpose(1, 2)
+
+
+class Accumulator:
+    """Softmax attention summed over calls: out [B, H, T, Dv], in public memory order, and lse [B, H, T], in `wide_dtype`.
+
+    A row that nothing was added to has out = 0 and lse = -inf. A first result that covers all rows and heads is taken over as it
+    is, which has the same bits as adding it.
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867
     """
 
     def __init__(self, shape: Sequence[int], Dv: int, like: Tensor) -> None:
-        B, H, T = shape
-        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros(B, T, H, Dv, dtype=wide, device=like.device).transpose(1, 2)  # memory in public order
-        self.lse = torch.full((B, H, T), -torch.inf, dtype=wide, device=like.device)
+        self._shape, self._Dv, self._like = tuple(shape), Dv, like
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def _values(self) -> tuple[Tensor, Tensor]:
+        if self._held is None:
+            B, H, T = self._shape
+            out = _zeros(B, H, T, self._Dv, self._like)
+            self._held = out, torch.full(self._shape, -torch.inf, dtype=out.dtype, device=out.device)
+        return self._held
+
+    @property
+    def out(self) -> Tensor:
+        """[B, H, T, Dv]"""
+        return self._values()[0]
+
+    @property
+    def lse(self) -> Tensor:
+        """[B, H, T]"""
+        return self._values()[1]
+
+    def add(self, out: Tensor, lse: Tensor, heads: slice, call: Call) -> None:
+        """Add one call's result, a fresh tensor of its backend."""
+        wide = wide_dtype(self._like.dtype)
+        if self._held is None and lse.shape == self._shape and out.dtype == wide and out.transpose(1, 2).is_contiguous():
+            self._held = out, lse.to(wide).contiguous()
+            return
+        rows = call.row, call.rows, call.count, call.step
+        merge(windows(self.out[:, heads], *rows), windows(self.lse[:, heads], *rows), out, lse)
+
+
+class Total:
+    """A sum of gradients over calls, shaped like a tensor [B, H, T, D], in `wide_dtype`; 0 until something is added.
+
+    A first summand that covers all of it is taken over as it is.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._held: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The sum so far, itself: what is added to it in place counts."""
+        if self._held is None:
+            B, H, T, D = self._like.shape
+            self._held = _zeros(B, H, T, D, self._like)
+        return self._held
+
+    def add(
+        self, piece: Tensor, heads: slice = slice(None), start: int = 0, length: int = -1, count: int = 1, step: int = 0
+    ) -> None:
+        """Add a fresh tensor [count or B, heads, length, D] to these heads at the windows of rows that start there."""
+        if self._held is None and piece.shape == self._like.shape:
+            self._held = piece.to(wide_dtype(self._like.dtype))
+        else:
+            length = piece.shape[2] if length < 0 else length
+            windows(self.value[:, heads], start, length, count, step).add_(piece)
 
 
 @dataclass
 class Gradients:
-    """Where the gradients of one block are summed, float32 (float64 for float64): dq [B, H, T, D], dk, dv [B, K, S, ..]."""
+    """Where the gradients of one block are summed: dq like q [B, H, T, D], dk, dv like k, v [B, K, S, ..]."""
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Total
+    dk: Total
+    dv: Total
 
 
 def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
