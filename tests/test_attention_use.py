@@ -44,7 +44,7 @@ REFUSED = {
     "no kv layout": ({"kv_layout": [4, 4]}, ["kv_layout", "list", "SequenceLayout"]),
     "grid": ({"grid": AttentionGrid(3)}, ["ulysses=3", "cp=2", "1, 2"]),
     "grid word": ({"grid": "ring"}, ["grid='ring'", "auto"]),
-    "kernel": ({"kernel": "flash"}, ["kernel='flash'", "cpu_flash, math"]),
+    "kernel": ({"kernel": "flash"}, ["kernel='flash'", "auto, cpu_flash", "math"]),
     "scale": ({"scale": "half"}, ["scale='half'"]),
     "nan scale": ({"scale": float("nan")}, ["scale=nan"]),
     "heads": ({"k": torch.ones(2, 4, 3, 6), "v": torch.ones(2, 4, 3, 6)}, ["divide", "[2, 4, 3, 6]"]),

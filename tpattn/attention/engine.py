@@ -531,20 +531,21 @@ class _SequenceAttention(torch.autograd.Function):
         keys.update(other_keys)
         ring = _Ring(run, keys, "forward")
         _join(run, keys)
-        for a in (*run.others, me):
-            for b in (*plan.early(me), *plan.later(me)):
-                if (a, b) != (me, me):
+        for hops in (0, *ring.steps):  # rows of others first: their outputs travel while own ones are computed
+            if hops:
+                ring.arrive(hops)
+            here = plan.sources(me, hops) if hops else [*plan.early(me), *plan.later(me)]
+            for a in run.others:
+                for b in here:
                     compute(a, b)
-        for hops in ring.steps:
-            ring.arrive(hops)
-            for a in (me, *run.others):
-                for b in plan.sources(me, hops):
-                    compute(a, b)
-            ring.drop(hops, keys)
-        if sinks is not None and not run.merges:
-            for done in sums.values():
-                _add_sinks(done.out, done.lse, sinks[plan.heads(me)])
-        out, lse = _send_home(run, sums, q, sinks)
+            if hops == max((0, *ring.steps)):
+                home = _send_home(run, sums, q, sinks)
+            for b in here:
+                if b != me:
+                    compute(me, b)
+            if hops:
+                ring.drop(hops, keys)
+        out, lse = _bring_home(run, home(), sums, q, sinks)
         # Rows computed here for others are final unless outputs merge: then the owner sends lse and delta in backward.
         final = {} if run.merges else {key: [sums[key].out.to(q.dtype), sums[key].lse] for key in other_rows}
         kept: list[Blocks] = [{}, {}, final] if run.remat else [other_rows, other_keys, final]
@@ -662,27 +663,38 @@ def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     lse.copy_(total)
 
 
-def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs to the owners of the rows, merged there by ascending merge coordinate: out [B, t, H, Dv], lse [B, H, t]."""
+def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None) -> Callable[[], Blocks]:
+    """Start sending outputs to the owners of the rows, in float32 and with lse when they merge there; wait() gives [out, lse]."""
     plan, me, mail = run.plan, run.me, _Mail(run.axis, "forward")
-    own = sums[0, me]
-    if not plan.rows_travel and plan.parts == 1 and plan.num_heads(me) == q.shape[1]:
-        if sinks is not None and run.merges:
-            _add_sinks(own.out, own.lse, sinks)
-        return own.out.transpose(1, 2).to(q.dtype), own.lse
-    wide, with_lse, Dv = wide_dtype(q.dtype), run.merges or run.return_lse or sinks is not None, own.out.shape[-1]
+    with_lse, wide = run.merges or run.return_lse or sinks is not None, wide_dtype(q.dtype)
     travels = wide if run.merges else q.dtype
     for part, seqs in run.parts(q.shape[0]):
         for s in run.others:
             if plan.rows(part, me, s):
                 done = sums[part, s]
+                if sinks is not None and not run.merges:
+                    _add_sinks(done.out, done.lse, sinks[plan.heads(me)])
                 mail.post(s, done.out.to(travels), *([done.lse] if with_lse else []))
             if n := count(plan.rows(part, s, me)):
                 shape = seqs.stop - seqs.start, plan.num_heads(s), n
+                Dv = sums[0, me].Dv
                 mail.expect(s, (part, s), ((*shape, Dv), travels), *([(shape, wide)] if with_lse else []))
-    got = mail.start(plan.rows_travel)()
-    whole = Accumulator(q.shape[:3], Dv, q)
-    for part, seqs in run.parts(q.shape[0]):
+    return mail.start(plan.rows_travel)
+
+
+def _bring_home(
+    run: _Run, got: Blocks, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Own outputs and those that came, merged by ascending merge coordinate: out [B, t, H, Dv], lse [B, H, t]."""
+    plan, me = run.plan, run.me
+    if sinks is not None and not run.merges:
+        for part, _ in run.parts(q.shape[0]):
+            _add_sinks(sums[part, me].out, sums[part, me].lse, sinks[plan.heads(me)])
+    if plan.rows_travel or plan.parts > 1 or plan.num_heads(me) < q.shape[1]:
+        whole = Accumulator(q.shape[:3], sums[0, me].Dv, q)
+    else:
+        whole = sums[0, me]
+    for part, seqs in run.parts(q.shape[0]) if whole is not sums[0, me] else ():
         for c in range(run.axis.size):  # ranks ascend with their merge coordinate
             pieces: list[Tensor]
             ranges: Ranges
@@ -703,7 +715,7 @@ def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, s
     if sinks is not None and run.merges:
         _add_sinks(whole.out, whole.lse, sinks)
     elif sinks is not None:  # rows without keys, which nobody computed
-        whole.lse.copy_(torch.where(whole.lse == -torch.inf, sinks.to(wide)[:, None], whole.lse))
+        whole.lse.copy_(torch.where(whole.lse == -torch.inf, sinks.to(whole.lse.dtype)[:, None], whole.lse))
     return whole.out.transpose(1, 2).to(q.dtype), whole.lse
 
 

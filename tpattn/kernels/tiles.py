@@ -143,13 +143,13 @@ class Accumulator:
     """
 
     def __init__(self, shape: Sequence[int], Dv: int, like: Tensor) -> None:
-        self._shape, self._Dv, self._like = tuple(shape), Dv, like
+        self._shape, self.Dv, self._like = tuple(shape), Dv, like
         self._held: tuple[Tensor, Tensor] | None = None
 
     def _values(self) -> tuple[Tensor, Tensor]:
         if self._held is None:
             B, H, T = self._shape
-            out = _zeros(B, H, T, self._Dv, self._like)
+            out = _zeros(B, H, T, self.Dv, self._like)
             self._held = out, torch.full(self._shape, -torch.inf, dtype=out.dtype, device=out.device)
         return self._held
 
