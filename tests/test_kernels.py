@@ -44,9 +44,9 @@ def allowed_of(tiles, T, S, table=None):
     """bool [b, h, T, S] of what the tiles count."""
     allowed = torch.zeros(1, 1, T, S, dtype=torch.bool)
     for t in tiles:
-        i, j = torch.arange(t.rows)[:, None], torch.arange(t.keys)[None]
+        i, j, side = torch.arange(t.rows)[:, None], torch.arange(t.keys)[None], t.side or 1
         inside = (j >= t.lo[:, None]) & (j < t.hi[:, None]) if t.kind == "ragged" else \
-            {"full": i + j >= 0, "causal": j <= i, "flipped": j >= i}[t.kind]
+            {"full": i + j >= 0, "causal": j <= i, "flipped": j >= i}[t.kind] & (i // side == j // side if t.side else True)
         allowed[..., t.row : t.row + t.rows, t.key : t.key + t.keys] |= inside
     return allowed if table is None else allowed & table
 
@@ -79,6 +79,8 @@ TILES = {
     "part": lambda T, S: [Tile("full", 1, T - 2, 2, S - 3)] * (T > 2),      # some rows and keys have nothing
     "causal": lambda T, S: [Tile("causal", 0, T, 0, T)],
     "flipped": lambda T, S: [Tile("flipped", 0, T, 0, T)],
+    "squares": lambda T, S: [Tile("causal", 0, T, 0, T, side=8)],
+    "flipped squares": lambda T, S: [Tile("flipped", 0, T, 0, T, side=256)],
     "ragged": lambda T, S: [band(T, S, 5, 3)],
     "random": lambda T, S: [band(T, S, 0, 0, seed=1)],
     "two squares": lambda T, S: [Tile("causal", 0, T // 2, 3, T // 2), Tile("flipped", T // 2, T // 2, 1, T // 2)] * (T > 2),

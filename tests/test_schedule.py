@@ -36,6 +36,7 @@ def cover(tiles, T, S):
         else:
             assert tile.kind == "full" or tile.rows == tile.keys
             inside = {"full": i + j >= 0, "causal": j <= i, "flipped": j >= i}[tile.kind]
+            inside = inside & (i // (tile.side or tile.rows) == j // (tile.side or tile.rows) if tile.side else inside)
         assert tile.pairs == inside.sum()
         counts[tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys] += inside
     return counts

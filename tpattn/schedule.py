@@ -23,6 +23,7 @@ from tpattn.masks import Mask
 
 Ranges = tuple[tuple[int, int], ...]
 EDGE = 128  # side in tokens of the blocks in which rows with irregular limits are computed
+_BAND = 256  # rows of a block of a wide band
 _SHORT = 32  # runs of fewer rows are joined into such blocks
 FIXED = 256  # rows of one call under `fixed`, whole blocks of global positions
 ALL = -1  # stands for all ranks' keys joined in one block, ascending
@@ -367,8 +368,8 @@ def find_tiles(lo: Tensor, hi: Tensor) -> list[Tile]:
     """Tiles that cover exactly the pairs lo[row] <= key < hi[row]; lo, hi int64 [rows].
 
     Rows are cut into runs in which lo and hi both step by 0 or 1: (0, 0) is a rectangle, (0, 1) a rectangle and a causal square,
-    (1, 0) a flipped one, (1, 1) a band: per block of rows a flipped square, a rectangle, a causal square. Short runs are joined
-    into ragged blocks.
+    (1, 0) a flipped one, (1, 1) a band: per block of rows a rectangle, with flipped and causal squares along its edges. Short
+    runs are joined into ragged blocks.
     """
     tiles: list[Tile] = []
     waiting: list[int] = []  # [first, stop) rows of short runs that wait for a ragged block
@@ -424,20 +425,15 @@ def _run_tiles(lo: int, hi: int, row: int, rows: int, step_lo: int, step_hi: int
         return [Tile("full", row, rows, lo, hi - 1 - lo), Tile("causal", row, rows, hi - 1, rows)]
     if (step_lo, step_hi) == (1, 0):
         return [Tile("flipped", row, rows, lo, rows), Tile("full", row, rows, lo + rows, hi - lo - rows)]
-    width, tiles = hi - lo, []
-    side = EDGE if width > EDGE else max(_SHORT, width)
-    for start in range(0, rows, side):
-        here, first = min(side, rows - start), lo + start
-        if width > here:
-            tiles += [
-                Tile("flipped", row + start, here, first, here),
-                Tile("full", row + start, here, first + here, width - 1 - here),
-                Tile("causal", row + start, here, first + width - 1, here),
-            ]
-        else:
-            steps = torch.arange(here)
-            tiles.append(Tile("ragged", row + start, here, first, here + width - 1, steps, steps + width))
-    return tiles
+    width = hi - lo
+    side = next((s for s in (_BAND, EDGE) if width > s), max(_SHORT, width))
+    blocks = [(start, min(side, rows - start)) for start in range(0, rows, side)]
+    if width > side:
+        inner = [Tile("full", row + at, here, lo + at + here, width - 1 - here) for at, here in blocks]
+        edges = Tile("flipped", row, rows, lo, rows, side=side), Tile("causal", row, rows, hi - 1, rows, side=side)
+        return [*inner, *edges]
+    steps = torch.arange(min(side, rows))
+    return [Tile("ragged", row + at, n, lo + at, n + width - 1, steps[:n], steps[:n] + width) for at, n in blocks]
 
 
 def _ragged(lo: Tensor, hi: Tensor, row: int, rows: int) -> list[Tile]:

@@ -11,23 +11,24 @@ from torch import Tensor
 from tpattn.kernels.backends import Backend, square
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, windows
 
+_TOGETHER = 8192  # most rows of one strided call: its results are held beside the sums
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
 
 
 @lru_cache(maxsize=256)
-def _tree(kind: str, n: int, leaf: int) -> tuple[Call, ...]:
-    """A causal (or flipped) square of side n as leaf squares on the diagonal and the full rectangles of a binary tree.
+def _tree(kind: str, n: int, leaf: int, top: int) -> tuple[Call, ...]:
+    """Causal (or flipped) squares of side `top` along n rows as leaf squares on the diagonal and full rectangles of binary trees.
 
     All rectangles of one level are one strided call where they are equal in size; a ragged last one is a call of its own.
     """
-    if leaf == 0 or n <= leaf:
-        return (Call(kind, 0, n, 0, n),)
+    leaf = min(leaf or top, top)
     calls, whole = [], n // leaf
-    calls.append(Call(kind, 0, leaf, 0, leaf, whole, leaf))
+    if whole:
+        calls.append(Call(kind, 0, leaf, 0, leaf, whole, leaf))
     if n % leaf:
         calls.append(Call(kind, whole * leaf, n % leaf, whole * leaf, n % leaf))
     side = leaf
-    while side < n:
+    while side < min(n, top):
         pairs = n // (2 * side)
         row, key = (side, 0) if kind == "causal" else (0, side)
         if pairs:
@@ -64,13 +65,14 @@ def _calls(
     if tile.kind == "full":
         yield Call("full", tile.row, tile.rows, tile.key, tile.keys), None
         return
-    for call in _tree(tile.kind, tile.rows, leaf):
+    for call in _tree(tile.kind, tile.rows, leaf, tile.side or tile.rows):
         mask: Tensor | str | None = None
         if call.kind != "full":
             mask = "causal" if call.kind == "causal" else square("flipped", call.rows, device)
-        for i in range(1 if B == 1 else call.count):
+        together = max(1, _TOGETHER // call.rows) if B == 1 else 1
+        for i in range(0, call.count, together):
             row, key = tile.row + call.row + i * call.step, tile.key + call.key + i * call.step
-            yield Call(call.kind, row, call.rows, key, call.keys, call.count if B == 1 else 1, call.step), mask
+            yield Call(call.kind, row, call.rows, key, call.keys, min(together, call.count - i), call.step), mask
 
 
 def _of_heads(mask: Tensor | str | None, heads: slice) -> Tensor | str | None:

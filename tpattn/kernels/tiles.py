@@ -19,6 +19,7 @@ class Tile:
     """The pairs of rows [row, row + rows) and keys [key, key + keys) that count.
 
     kind    full; causal: row i reads keys 0..i of the tile; flipped: row i reads keys i..; ragged: row i reads keys lo[i]..hi[i]
+    side    causal and flipped: squares of this side along the diagonal, the last one smaller; 0 = one square
     lo, hi  int64 [rows], ragged only, counted from `key`
     table   True when the dense mask's table decides too
     """
@@ -31,6 +32,7 @@ class Tile:
     lo: Tensor | None = None
     hi: Tensor | None = None
     table: bool = False
+    side: int = 0
 
     @property
     def pairs(self) -> int:
@@ -40,7 +42,9 @@ class Tile:
         if self.kind == "ragged":
             assert self.lo is not None and self.hi is not None
             return int((self.hi - self.lo).sum())
-        return self.rows * (self.rows + 1) // 2
+        side = self.side or self.rows
+        rest = self.rows % side
+        return (self.rows - rest) * (side + 1) // 2 + rest * (rest + 1) // 2
 
 
 @dataclass(frozen=True)
