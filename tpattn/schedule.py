@@ -318,11 +318,15 @@ class Schedule:
 
     def work(self, c: int) -> int:
         """(query, key) pairs times heads that rank c computes, as the mask allows them (a dense table aside)."""
-        total, columns = 0, self.columns(c)
-        for s in self._members(1, self.coordinates[c][1]):
+        _, r, m = self.coordinates[c]
+        return self._once(("work", r, m), lambda: self._pairs_of(self._members(1, r), self.columns(c))) * self.num_heads(c)
+
+    def _pairs_of(self, members: Sequence[int], columns: Tensor) -> int:
+        total = 0
+        for s in members:
             lo, hi = self._intervals(s)
             total += int((torch.searchsorted(columns, hi) - torch.searchsorted(columns, lo)).sum())
-        return total * self.num_heads(c)
+        return total
 
     # ---- bytes ----------------------------------------------------------------------------------------------------------
 
