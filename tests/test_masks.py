@@ -37,7 +37,7 @@ def documents_table(rows, T, S):
 @st.composite
 def leaves(draw, T, S):
     """A mask without combination, and its table [b, h, T, S]."""
-    kind = draw(st.sampled_from(["full", "causal", "window", "prefix", "documents", "padding", "dense", "dense", "empty"]))
+    kind = draw(st.sampled_from(["full", "causal", "window", "prefix", "documents", "ids", "padding", "dense", "dense", "empty"]))
     number = st.integers(0, max(T, S) + 2)
     if kind == "full":
         return masks.full(), pairs(lambda i, j: True, T, S)
@@ -56,6 +56,12 @@ def leaves(draw, T, S):
             edges = sorted(draw(st.lists(st.integers(0, S), max_size=4)))
             rows.append([b - a for a, b in zip([0, *edges], edges, strict=False)])
         return masks.documents(rows if len(rows) > 1 else rows[0]), documents_table(rows, T, S)
+    if kind == "ids":
+        rows = draw(st.lists(st.lists(st.integers(-1, 2), min_size=S, max_size=S), min_size=1, max_size=1) |
+                    st.lists(st.lists(st.integers(-1, 2), min_size=S, max_size=S), min_size=B, max_size=B))
+        ids = torch.tensor(rows, dtype=torch.int64).view(len(rows), S)
+        return masks.document_ids(ids if len(ids) > 1 else ids[0]), torch.cat([
+            pairs(lambda i, j, row=row: i < S and row[i] >= 0 and row[i] == row[j], T, S) for row in rows])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     if kind == "padding":
         valid = torch.rand(B, S, generator=generator) < draw(st.sampled_from([0.2, 0.8]))
@@ -139,6 +145,7 @@ def test_prefix_and_documents():
     assert table_of(masks.causal() | masks.prefix(2), 3, 4) == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     assert table_of(masks.documents([2, 0, 1]), 4, 4) == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     assert table_of(masks.documents([]), 2, 2) == [[0, 0], [0, 0]]
+    assert table_of(masks.document_ids(torch.tensor([5, 2, 5])), 3, 3) == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
     two = masks.allowed(masks.documents([[2], [1, 1]]), torch.arange(2), 2)
     assert two[:, 0].int().tolist() == [[[1, 1], [1, 1]], [[1, 0], [0, 1]]]
 
@@ -179,7 +186,8 @@ def test_masks_are_values():
         return [masks.full(), masks.causal(), masks.window(1), masks.window(1, 1), masks.window(None, 1), masks.prefix(1),
                 masks.documents([1, 1]), masks.documents([2]), masks.documents([[1, 1], [2]]), masks.padding(valid),
                 masks.padding(~valid), masks.causal() & masks.window(1), masks.window(1) & masks.causal(),
-                masks.causal() | masks.window(1)]
+                masks.causal() | masks.window(1),
+                masks.document_ids(torch.tensor([0, 1])), masks.document_ids(torch.tensor([0, 0]))]
 
     for i, a in enumerate(some()):
         for j, b in enumerate(some()):
@@ -226,6 +234,9 @@ def test_structure_forgets_the_table_alone():
     (lambda: masks.documents(torch.tensor([3, 2])), ["Tensor", "list"]),
     (lambda: masks.documents([[1], 2]), ["2"]),
     (lambda: masks.documents(5), ["int", "list"]),
+    (lambda: masks.document_ids([0, 1]), ["list", "integers"]),
+    (lambda: masks.document_ids(torch.zeros(3)), ["float32", "integers"]),
+    (lambda: masks.document_ids(torch.zeros(2, 1, 3, dtype=torch.int32)), ["[2, 1, 3]", "[B, S]"]),
     (lambda: masks.causal() & torch.ones(2, 2, dtype=torch.bool), ["Tensor"]),
     (lambda: masks.causal() | None, ["NoneType"]),
 ])
@@ -245,6 +256,8 @@ def test_what_is_no_mask_is_refused(make, words):
     (masks.documents([[3], [3], [3]]), ["3 lists", "batch of 2"]),
     (masks.documents([4, 3]), ["sum to 7", "6 keys"]),
     (masks.causal() & masks.documents([7]), ["7"]),
+    (masks.document_ids(torch.zeros(7, dtype=torch.int64)), ["[1, 7]", "S=6"]),
+    (masks.document_ids(torch.zeros(3, 6, dtype=torch.int64)), ["[3, 6]", "B=2"]),
     (masks.documents([7]) | masks.causal(), ["7"]),
 ])
 def test_a_mask_that_does_not_fit_the_call_is_refused(mask, words):

@@ -107,6 +107,17 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Mask:
     return _Documents(tuple(tuple(r) for r in rows))
 
 
+def document_ids(ids: Tensor) -> Mask:
+    """Query and key must have the same id: `ids` int [S] or [B, S] of the whole sequence, the same on every rank.
+
+    A document may lie in several pieces. A position with a negative id belongs to none: it reads nothing and nobody reads it.
+    """
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.dim() not in (1, 2):
+        raise Unsupported(f"masks.document_ids needs integers [S] or [B, S], one id for each token; got {_kind(ids)}")
+    return _DocumentIds((ids if ids.dim() == 2 else ids[None]).detach().cpu().to(torch.int64))
+
+
 def padding(valid: Tensor) -> Mask:
     """Key j of sequence b may be read where `valid[b, j]`; valid is bool [B, S], the same on every rank."""
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() != 2:
@@ -191,6 +202,48 @@ class _Documents(Mask):
             los.append(torch.where(inside, edges[(which - 1).clamp(min=0)], 0))
             his.append(torch.where(inside, edges[which.clamp(max=edges.numel() - 1)], 0))
         return _clip(torch.stack(los)[:, None], torch.stack(his)[:, None], S)
+
+
+class _DocumentIds(Mask):
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "document_ids", tuple(self.ids.shape), self.ids.numpy().tobytes()
+
+    def check(self, B: int, H: int, t: int, S: int) -> None:
+        b, length = self.ids.shape
+        if b not in (1, B) or length != S:
+            raise Unsupported(f"masks.document_ids is {[b, length]}, needs [S] or [B, S] with B={B} sequences and S={S} keys")
+
+    def intervals(self, positions: Tensor, S: int) -> Intervals:
+        """For every row the pieces of its document."""
+        if not len(self.ids):  # an empty batch, of a data rank without sequences
+            return prefix(0).intervals(positions, S)
+        found = [self._pieces(row, positions) for row in self.ids]
+        most = max(lo.shape[0] for lo, _ in found)
+        padded = [[torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[0])) for x in pair] for pair in found]
+        return torch.stack([lo for lo, _ in padded]), torch.stack([hi for _, hi in padded])
+
+    @staticmethod
+    def _pieces(ids: Tensor, positions: Tensor) -> Intervals:
+        """lo, hi [pieces, t] of one sequence."""
+        values, lengths = torch.unique_consecutive(ids, return_counts=True)
+        stops = lengths.cumsum(0)
+        names, document = torch.unique(values, return_inverse=True)  # of each piece
+        order = document.argsort(stable=True)
+        counts = torch.bincount(document, minlength=max(1, names.numel()))
+        nth = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[document[order]]
+        edges = torch.zeros(2, max(1, int(counts.max())), counts.numel(), dtype=torch.int64)
+        edges[0, nth, document[order]], edges[1, nth, document[order]] = (stops - lengths)[order], stops[order]
+        edges[:, :, : names.numel()].masked_fill_(names < 0, 0)
+        piece = torch.searchsorted(stops, positions, right=True)
+        inside = piece < stops.numel()
+        which = document[piece[inside]]
+        lo, hi = torch.zeros(2, edges.shape[1], positions.numel(), dtype=torch.int64)
+        lo[:, inside], hi[:, inside] = edges[0][:, which], edges[1][:, which]
+        return lo, hi
 
 
 class _Padding(Mask):

@@ -11,6 +11,7 @@ from torch import Tensor
 from tpattn.kernels.backends import Backend, square
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, windows
 
+_COLUMNS = 128  # keys of a stretch that a dense table may leave out
 _TOGETHER = 8192  # most rows of one strided call: its results are held beside the sums
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
 
@@ -44,6 +45,15 @@ def _tree(kind: str, n: int, leaf: int, top: int) -> tuple[Call, ...]:
     return tuple(calls)
 
 
+def _spans(block: Tensor) -> list[tuple[int, int]]:
+    """The stretches of columns of a mask [.., T, S], in steps of _COLUMNS, in which any pair counts."""
+    S = block.shape[-1]
+    columns = torch.nn.functional.pad(block.flatten(0, -2).any(0), (0, -S % _COLUMNS)).view(-1, _COLUMNS).any(1)
+    edges = torch.nn.functional.pad(columns.to(torch.int8), (1, 1)).diff()
+    starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
+    return [(a * _COLUMNS, min(S, b * _COLUMNS)) for a, b in zip(starts, stops, strict=True)]
+
+
 def _calls(
     tile: Tile, B: int, leaf: int, table: Tensor | None, device: torch.device
 ) -> Iterator[tuple[Call, Tensor | str | None]]:
@@ -54,13 +64,15 @@ def _calls(
         if tile.kind == "ragged":
             assert tile.lo is not None and tile.hi is not None
             block = (keys >= tile.lo.to(device)[:, None]) & (keys < tile.hi.to(device)[:, None])
+        spans = [(0, tile.keys)]
         if tile.table:
             assert table is not None
             block = block & table[:, :, tile.row : tile.row + tile.rows, tile.key : tile.key + tile.keys]
-            if not bool(block.any()):
-                return
-        call = Call("full", tile.row, tile.rows, tile.key, tile.keys)
-        yield call, None if tile.table and bool(block.all()) else block
+            spans = _spans(block)
+        for start, stop in spans:
+            some = block[..., start:stop]
+            call = Call("full", tile.row, tile.rows, tile.key + start, stop - start)
+            yield call, None if tile.table and bool(some.all()) else some
         return
     if tile.kind == "full":
         yield Call("full", tile.row, tile.rows, tile.key, tile.keys), None
