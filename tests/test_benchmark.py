@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+SERIAL_AND_SHARDED = [
+    "ratio", "quartiles", "processor", "serial ms", "sharded ms", "peak serial MiB", "peak rank MiB", "received MiB",
+]
 
 
 def run(*arguments, cwd):
@@ -17,23 +20,81 @@ def run(*arguments, cwd):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110)
 
 
-def rows(text):
-    """The cells of each line of the tables, heads and rules left out."""
-    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line] for line in lines if "ratio" not in line[-8]]
+def table(topic, folder, *arguments):
+    """The rows of a topic's table in its quick form, each a dict by column; one text more, what stands above it."""
+    done = run(topic, "--quick", "--pairs", "2", *arguments, cwd=folder)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    above, lines = done.stdout.split("\n|", maxsplit=1)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in f"|{lines}".splitlines() if line.startswith("|")]
+    heads, rule, *rows = cells
+    assert rule == ["---"] * len(heads) and all(len(row) == len(heads) for row in rows)
+    assert len(set(heads)) == len(heads)
+    return [dict(zip(heads, row, strict=True)) for row in rows], above
+
+
+def is_number(text):
+    return re.fullmatch(r"\*\*\d+(\.\d+)?\*\*|\d+(\.\d+)?", text) is not None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("topic, count, received", [("products", 14, "0.20"), ("attention", 4, "4.19")])
-def test_a_topic_prints_its_table(topic, count, received, tmp_path):
-    done = run(topic, "--quick", "--pairs", "2", cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    table = rows(done.stdout)
-    assert len(table) == count
-    assert all(re.fullmatch(r"\*\*\d+\.\d\d\*\*", line[-8]) for line in table)
-    assert table[0][-1] == received         # MB: the other half of [1024, 96]; of k and v, forward and backward
+@pytest.mark.parametrize(
+    "topic, labels, count, received",
+    [
+        ("products", ["product", "offset", "pass"], 14, "0.19"),        # the other half of [1024, 96]
+        ("attention", ["T", "mask", "dtype", "scheme"], 12, "0.06"),    # 128 x 2 x 16 of k, v, dk, dv
+        ("seed", ["against"], 2, "0.13"),                               # 128 x 64 of the same
+    ],
+)
+def test_a_topic_compares_serial_with_sharded(topic, labels, count, received, tmp_path):
+    rows, above = table(topic, tmp_path)
+    assert list(rows[0]) == labels + SERIAL_AND_SHARDED and len(rows) == count
+    assert len({tuple(row[label] for label in labels) for row in rows}) == count
+    assert all(is_number(row[head]) for row in rows for head in SERIAL_AND_SHARDED if head != "quartiles")
+    assert rows[0]["received MiB"] == received
+    assert "1.00 = sharding costs nothing" in above
+
+
+@pytest.mark.long
+def test_window_compares_the_time_of_a_pair(tmp_path):
+    rows, above = table("window", tmp_path)
+    times = ["ms", "ns per pair", "full kernel ns", "over T=512", "over full kernel", "quartiles"]
+    assert list(rows[0]) == ["T", *times, "peak rank MiB", "received MiB"]
+    assert [row["T"] for row in rows] == ["512", "1024"]
+    assert rows[0]["over T=512"] == "**1.00**"
+    assert {row["received MiB"] for row in rows} == {"0.03"}        # k and v, then dk and dv, of 127 tokens; mean of two
+    assert "at most 1.10" in above and "at most 1.40" in above
+
+
+@pytest.mark.long
+def test_documents_compares_with_the_full_kernel(tmp_path):
+    rows, above = table("documents", tmp_path)
+    labels = ["longest", "documents", "mask", "layout", "grid", "10^6 pairs"]
+    assert list(rows[0]) == [*labels, "ms", "first ms", "over full kernel", "quartiles", "peak rank MiB", "received MiB"]
+    assert [(row["longest"], row["mask"], row["layout"]) for row in rows] == [
+        (longest, mask, layout)
+        for longest in ("32", "512") for mask in ("full", "causal") for layout in ("contiguous", "balanced")
+    ]
+    assert all(re.fullmatch("(ulysses|ring|merge) 2", row["grid"]) for row in rows)
+    assert "at most 1.40" in above
+
+
+@pytest.mark.long
+def test_memory_draws_a_picture_where_it_is_told(tmp_path):
+    rows, above = table("memory", tmp_path, "--picture", "memory.png")
+    assert list(rows[0]) == ["T", "scheme", "high water MiB", "growth MiB", "growth / q", "s", "received MiB"]
+    assert [row["scheme"] for row in rows] == 2 * ["ring, exchange", "ring, rotate", "ulysses"]
+    assert rows[0]["received MiB"] == "4.00" == rows[3]["received MiB"]     # the halo does not grow with T; all heads do:
+    assert [row["received MiB"] for row in rows if row["scheme"] == "ulysses"] == ["8.00", "32.00"]
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert "linear in T" in above
 
 
 def test_a_topic_that_is_not_there_is_refused(tmp_path):
     done = run("product", cwd=tmp_path)
     assert done.returncode == 2 and "there is no topic 'product'; there are products" in done.stderr
+
+
+def test_a_picture_in_a_folder_that_is_not_there_is_refused(tmp_path):
+    done = run("memory", "--picture", "no/memory.png", cwd=tmp_path)
+    assert done.returncode == 2 and "there is no folder no" in done.stderr

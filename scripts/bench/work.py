@@ -1,0 +1,138 @@
+"""What the benchmark computes: functions that make the inputs of one process and return what is timed. Serial ones have no rank.
+
+Letters: T tokens of the whole sequence, t of this rank, H heads, D head_dim (columns in the products), M width of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tpattn import (
+    AttentionGrid,
+    DistributedDotProductAttn,
+    ParallelContext,
+    SequenceLayout,
+    distributed_matmul_all,
+    distributed_matmul_nt,
+    distributed_matmul_tn,
+    masks,
+    sequence_attention,
+)
+
+
+def serial_product(kind: str, T: int, D: int, backward: bool) -> Callable[[], Any]:
+    """torch.matmul on the whole."""
+    left, right, g = _operands(kind, T, T, D, backward)
+    forms: dict[str, Callable[[], Tensor]] = {
+        "nt": lambda: torch.matmul(left, right.mT),
+        "all": lambda: torch.matmul(left, right),
+        "tn": lambda: torch.matmul(left.mT, right),
+    }
+    return _with_backward(forms[kind], (left, right), g) if backward else forms[kind]
+
+
+def sharded_product(rank: int, ranks: int, kind: str, T: int, D: int, offset: int, backward: bool) -> Callable[[], Any]:
+    """The distributed product on this rank's rows."""
+    left, right, g = _operands(kind, SequenceLayout.contiguous(T, ranks).sizes[rank], T, D, backward)
+    forms: dict[str, Callable[[], Tensor]] = {
+        "nt": lambda: distributed_matmul_nt(left, right, offset),
+        "all": lambda: distributed_matmul_all(left, right, offset),
+        "tn": lambda: distributed_matmul_tn(left, right),
+    }
+    return _with_backward(forms[kind], (left, right), g) if backward else forms[kind]
+
+
+def _operands(kind: str, t: int, T: int, D: int, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Left, right and the upstream gradient of t of the T rows."""
+    torch.manual_seed(0)
+    left = torch.randn(t, D if kind == "nt" else T, requires_grad=backward)
+    right = torch.randn(t, D, requires_grad=backward)
+    return left, right, torch.randn(t, T if kind == "nt" else D)
+
+
+def serial_attention(T: int, H: int, D: int, causal: bool = False, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+    """torch's fused attention, forward and backward, with its own causal flag and no mask tensor."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, H, T, D, dtype=dtype, requires_grad=True) for _ in range(3))
+    g = torch.randn(1, H, T, D, dtype=dtype)
+    return _with_backward(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), g)
+
+
+def sharded_attention(
+    rank: int,
+    ranks: int,
+    T: int,
+    H: int,
+    D: int,
+    scheme: str,
+    mask: masks.Mask,
+    layout: str = "contiguous",
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[], Any]:
+    """sequence_attention over cp, forward and backward. scheme: ring, rotate (a ring too), ulysses or auto."""
+    ctx = ParallelContext.from_env(dp=1, cp=ranks, device="cpu")
+    shares = make_layout(layout, mask, T, ranks)
+    t = shares.sizes[rank]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, t, H, D, dtype=dtype, requires_grad=True) for _ in range(3))
+    leg = "ulysses" if scheme == "ulysses" else "ring"
+    grid: AttentionGrid | str = "auto" if scheme == "auto" else AttentionGrid(**{leg: ranks})
+    transport = "rotate" if scheme == "rotate" else "auto"
+
+    def attend() -> Tensor:
+        out = sequence_attention(q, k, v, ctx=ctx, mask=mask, layout=shares, grid=grid, transport=transport)
+        assert isinstance(out, Tensor)
+        return out
+
+    return _with_backward(attend, (q, k, v), torch.randn(1, t, H, D, dtype=dtype))
+
+
+def make_layout(kind: str, mask: masks.Mask, T: int, ranks: int) -> SequenceLayout:
+    """The layout of that name."""
+    if kind == "balanced":
+        return SequenceLayout.balanced(mask, T, ranks)
+    return SequenceLayout.zigzag(T, ranks) if kind == "zigzag" else SequenceLayout.contiguous(T, ranks)
+
+
+def allowed_pairs(mask: masks.Mask, layout: SequenceLayout) -> list[int]:
+    """How many (query, key) pairs the mask allows to the rows of each rank."""
+    spans = [mask.intervals(layout.positions(rank), layout.T) for rank in range(layout.n)]
+    return [int((hi - lo).sum()) for lo, hi in spans]
+
+
+def serial_module(T: int, M: int, H: int, by_torch: bool) -> Callable[[], Any]:
+    """The seed's attention module on one process, forward and backward; by_torch: its projections around torch's attention."""
+    module, x, g = _module_and_rows(T, M, H, distributed=False)
+
+    def by_torch_attend() -> Tensor:
+        layers = module.keys, module.queries, module.values  # the seed's rows are keys, its softmax runs over queries
+        k, q, v = (rearrange(layer(x), "B T (H D) -> B H T D", H=H) for layer in layers)
+        return module.composition(rearrange(scaled_dot_product_attention(k, q, v), "B H T D -> B T (H D)"))
+
+    forward = by_torch_attend if by_torch else lambda: module(x, x, x, None)
+    return _with_backward(forward, (x, *module.parameters()), g)
+
+
+def sharded_module(rank: int, ranks: int, T: int, M: int, H: int) -> Callable[[], Any]:
+    """The seed's attention module on this rank's rows, forward and backward, without the sum of parameter gradients."""
+    module, x, g = _module_and_rows(SequenceLayout.contiguous(T, ranks).sizes[rank], M, H, distributed=True)
+    return _with_backward(lambda: module(x, x, x, None), (x, *module.parameters()), g)
+
+
+def _module_and_rows(t: int, M: int, H: int, distributed: bool) -> tuple[DistributedDotProductAttn, Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = DistributedDotProductAttn(M, num_heads=H, distributed=distributed)
+    return module, torch.randn(1, t, M, requires_grad=True), torch.randn(1, t, M)
+
+
+def _with_backward(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> Callable[[], Any]:
+    def both() -> None:
+        torch.autograd.grad(forward(), inputs, g)
+
+    return both
