@@ -11,7 +11,7 @@ from oracle import attention_and_gradients
 from pool import ranks
 
 from tpattn import AttentionGrid, ParallelContext, SequenceLayout, ledger, masks, sequence_attention
-from tpattn.schedule import Spec, count, resolve_grid, schedule
+from tpattn.schedule import Spec, resolve_grid, schedule
 
 DRAWS = 150     # for each world size
 
@@ -101,13 +101,10 @@ def restride(x, kind):
 
 def messages(d, plan, axis, mask, itemsize):
     """(direction, bytes) of each exchange, as the schedule predicts them, with the tables of a dense mask."""
-    c, got = axis.rank, plan.received(axis.rank, d.D, d.E, itemsize, d.B, d.options["return_lse"])
+    table = mask.table(torch.arange(d.layout.T), d.kv_layout.T)
+    shape = (1, 1) if table is None else tuple(table.shape[:2])
+    got = plan.received(axis.rank, d.D, d.E, itemsize, d.B, d.options["return_lse"], shape)
     inputs = got["forward in"]
-    if mask.has_table:
-        shape = mask.table(torch.arange(d.layout.T), d.kv_layout.T).shape
-        rows = sum(count(plan.rows(p, c, s)) for p in range(plan.parts) for s in range(axis.size) if s != c)
-        sequences = shape[0] if plan.parts == 1 else 1
-        inputs += rows * sequences * (plan.num_heads(c) if shape[1] > 1 else 1) * plan.columns(c).numel()
     want = [("forward", inputs)] * plan.inputs_travel + [("forward", got["forward out"])] * plan.rows_travel
     want += [("backward", inputs)] * (d.options["remat"] and plan.inputs_travel)
     want += [("backward", got["backward in"])] * plan.rows_travel + [("backward", got["backward out"])] * plan.inputs_travel

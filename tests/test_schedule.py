@@ -424,3 +424,15 @@ def test_balanced_layouts_even_out_any_mask(n):
     assert sum(traffic) / len(traffic) <= 0.6
     assert SequenceLayout.balanced(CAUSAL, 5, 4) == SequenceLayout.balanced(CAUSAL, 5, 4)
     assert sum(SequenceLayout.balanced(CAUSAL, 0, 4).sizes) == 0
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_auto_counts_the_rows_of_a_dense_table(n):
+    """Under ulysses the rows of the table travel, a byte for each key: with few heads that is most of the bytes."""
+    layout, table = SequenceLayout.contiguous(512, n), masks.dense(torch.ones(512 // n, 512, dtype=torch.bool))
+    choice = AttentionGrid.choose(layout, table, n, n, 8)
+    assert choice.grid.ulysses == 1
+    bytes_of = {c.grid: c.bytes for c in choice.candidates}
+    without = {c.grid: c.bytes for c in AttentionGrid.choose(layout, FULL, n, n, 8).candidates}
+    assert bytes_of[AttentionGrid(n, 1, 1)] - without[AttentionGrid(n, 1, 1)] == 512 // n * (n - 1) * 512
+    assert bytes_of[AttentionGrid(1, n, 1)] == without[AttentionGrid(1, n, 1)]

@@ -330,10 +330,13 @@ class Schedule:
 
     # ---- bytes ----------------------------------------------------------------------------------------------------------
 
-    def received(self, c: int, D: int, Dv: int, itemsize: int, batch: int = 1, lse: bool = False) -> dict[str, int]:
+    def received(
+        self, c: int, D: int, Dv: int, itemsize: int, batch: int = 1, lse: bool = False, table: tuple[int, int] = (1, 1)
+    ) -> dict[str, int]:
         """Bytes that rank c receives in each exchange: forward in, forward out, backward in, backward out.
 
-        Predicts the ledger to the byte for masks without a table. `batch` is the whole batch; lse: return_lse was asked for.
+        Predicts the ledger to the byte. `batch` is the whole batch; lse: return_lse was asked for; table: sequences and heads of
+        the dense table, whose rows travel with the queries.
         """
         merge = self.spec.grid.merge > 1
         wide = max(itemsize, 4)
@@ -346,6 +349,9 @@ class Schedule:
                 if s != c:
                     rows_in, rows_out = count(self.rows(part, c, s)), self.num_heads(s) * count(self.rows(part, s, c))
                     sums["forward in"] += b * itemsize * h * D * rows_in
+                    if self.spec.has_table:
+                        copies = min(b, table[0]) * (h if table[1] > 1 else 1)
+                        sums["forward in"] += rows_in * copies * self.columns(c).numel()
                     sums["forward out"] += b * rows_out * (Dv * (wide if merge else itemsize) + wide * (merge or lse))
                     sums["backward in"] += b * h * rows_in * (Dv * itemsize + 2 * wide * merge)
                     sums["backward out"] += b * rows_out * D * (wide if self.several_dq else itemsize)
@@ -622,14 +628,15 @@ def choose_grid(
     Dv: int,
     itemsize: int,
     transport: str = "exchange",
+    has_table: bool = False,
 ) -> Choice:
     """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
-    mask        its structure alone, as in `Spec`
+    mask        its structure alone, and whether there is a table, as in `Spec`
     """
     n, found = q_layout.n, []
     for grid in AttentionGrid.all_of(n):
-        plan = schedule(Spec(q_layout, kv_layout, mask, False, grid, num_heads, num_kv_heads, transport))
+        plan = schedule(Spec(q_layout, kv_layout, mask, has_table, grid, num_heads, num_kv_heads, transport))
         work = [plan.work(c) for c in range(n)]
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
         messages = 2 * plan.inputs_travel + 2 * plan.rows_travel + (4 * grid.ring - 5 if plan.rotates else 0)
@@ -650,10 +657,8 @@ def _choose(
     transport: str = "exchange",
 ) -> Choice:
     """What grid="auto" would take for these layouts, mask, heads and dtype, with `.explain()` to say why."""
-    Dv = head_dim if value_dim is None else value_dim
-    return choose_grid(
-        layout, kv_layout or layout, mask.structure(), num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport
-    )
+    Dv, what, has = head_dim if value_dim is None else value_dim, mask.structure(), mask.has_table
+    return choose_grid(layout, kv_layout or layout, what, num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport, has)
 
 
 AttentionGrid.choose = staticmethod(_choose)  # declared there, made here: choosing needs masks, work and bytes
@@ -689,4 +694,5 @@ def resolve_grid(
     """
     if (given := given_grid(grid, q_layout.n)) is not None:
         return given
-    return choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize, transport).grid
+    what, has = mask.structure(), mask.has_table
+    return choose_grid(q_layout, kv_layout, what, num_heads, num_kv_heads, D, Dv, itemsize, transport, has).grid
