@@ -54,7 +54,7 @@ def test_every_config_file_builds_at_its_own_mesh_size():
     assert any(" 4 " in line for line in lines)
 
 
-@pytest.mark.parametrize("words", ["parallel=tp4+model.num_heads=6+model.num_kv_heads=6+model.hidden=60"])
+@pytest.mark.parametrize("words", ["parallel=tp4+model.num_heads=5+model.num_kv_heads=5+model.hidden=60"])
 def test_a_model_that_does_not_divide_is_refused_by_name(words):
-    with pytest.raises(AssertionError, match="6 query heads and 6 key-value heads over tp=4"):
+    with pytest.raises(AssertionError, match="5 query heads and 5 key-value heads over tp=4"):
         built([words])

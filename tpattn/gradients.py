@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,8 +21,9 @@ def finish_gradients(model: nn.Module) -> None:
     """Complete every gradient of `model`: sum this rank's parts over the ranks that saw other tokens or other heads.
 
     Call it once per step, after the last backward and before clipping. Gradients partial over tp (norms under sequence_parallel)
-    are summed over the whole mesh, all others over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero
-    there, one missing everywhere stays None. A second call does nothing.
+    are summed over the whole mesh, those of key-value weights that some tp ranks share over dp x cp x these ranks, all others
+    over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero there, one missing everywhere stays None.
+    A second call does nothing.
 
     raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete
                 Unsupported for a model without a tpattn layer
@@ -40,10 +42,9 @@ def finish_gradients(model: nn.Module) -> None:
                 "per step, after the last backward, and zero_grad(set_to_none=True) before the next step"
             )
     open_ = [p for p in parameters if not _is_finished(p)]
-    for axis, partial in ((ctx.world, True), (ctx.dp_cp, False)):
-        ours = [p for p in open_ if rules.get(id(p), False) == partial]
+    for axis in dict.fromkeys([*rules.values(), ctx.dp_cp]):  # in the order of the parameters, the same on every rank
         if axis.size > 1:
-            for bucket in _buckets(ours):
+            for bucket in _buckets([p for p in open_ if rules.get(id(p), ctx.dp_cp) is axis]):
                 _sum_bucket(bucket, axis)
     for p in open_:
         state = gradient_state(p)
@@ -56,16 +57,20 @@ def _is_finished(p: Tensor) -> bool:
     return state is not None and state.is_complete(p.grad)
 
 
-def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, bool]]:
-    """The context of the model's layers, and for each of their parameters whether its gradient is partial over tp."""
+def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group]]:
+    """The context of the model's layers, and for each of their parameters the ranks over which its gradient is a sum."""
     contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
     if len(contexts) != 1:
         raise Unsupported(
             f"finish_gradients needs a model with tpattn layers of one ParallelContext, found {len(contexts)} contexts in "
             f"{type(model).__name__}"
         )
-    rules = {id(module.get_parameter(key)): spec.partial for _, module, key, spec in sharded_parameters(model)}
-    return next(iter(contexts.values())), rules
+    ctx = next(iter(contexts.values()))
+    rules: dict[int, comm.Group] = {}
+    for _, module, key, spec in sharded_parameters(model):
+        over_tp = ctx.world if spec.parts in (1, ctx.tp.size) else ctx.split_tp(spec.parts).sums
+        rules[id(module.get_parameter(key))] = over_tp if spec.partial else ctx.dp_cp
+    return ctx, rules
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -148,13 +153,16 @@ def clip_grad_norm_(
         part = g.abs().max().double() if infinite and g.numel() else torch.zeros((), dtype=torch.float64, device=device)
         if not infinite:
             part = torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) ** norm_type
-        if isinstance(p.grad, DTensor) and any(isinstance(x, Shard) for x in p.grad.placements):
-            state = gradient_state(p)
-            group = state.tp if state is not None else comm.group_of(p.grad.device_mesh.get_group(), "tp")
-            before = sums.get(id(p.grad.device_mesh), (group, torch.zeros_like(plain)))[1]
-            sums[id(p.grad.device_mesh)] = group, torch.maximum(before, part) if infinite else before + part
-        elif isinstance(p.grad, DTensor) and not all(isinstance(x, Replicate) for x in p.grad.placements):
+        kinds = p.grad.placements if isinstance(p.grad, DTensor) else ()
+        if not all(isinstance(x, Shard | Replicate) for x in kinds):
             raise TpattnError("clip_grad_norm_: a gradient is still partial over tp; call tpattn.finish_gradients(model) first")
+        if isinstance(p.grad, DTensor) and any(isinstance(x, Shard) for x in kinds):
+            state, mesh = gradient_state(p), p.grad.device_mesh
+            group = state.tp if state is not None else comm.group_of(mesh.get_group(), "tp")
+            if not infinite:
+                part = part / math.prod(mesh.size(i) for i, x in enumerate(kinds) if isinstance(x, Replicate))  # its copies
+            before = sums.get(id(group), (group, torch.zeros_like(plain)))[1]
+            sums[id(group)] = group, torch.maximum(before, part) if infinite else before + part
         else:
             plain = torch.maximum(plain, part) if infinite else plain + part
     for group, part in sums.values():

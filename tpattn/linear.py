@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tpattn.errors import Unsupported
 from tpattn.layout import chunk_sizes
 from tpattn.mesh import ParallelContext
 from tpattn.norm import check_width
-from tpattn.params import Init, ShardedModule, bias_fill, finish_init, weight_fill
+from tpattn.params import Init, ShardedModule, bias_fill, finish_init, row_spans, weight_fill
 
 _TOKENS = -2  # the dimension of the tokens in [.., t, M]
 
@@ -154,6 +155,7 @@ class RowParallelLinear(ShardedModule):
     """y = x W^T + b with the inputs divided over tp; the bias is added once, after the sum.
 
     in_features         I, by torch.chunk's rule: i on each rank; or (H, D): heads of D features, divided by heads
+    parts               heads divide over so many parts of tp first, as `HeadShares.parts` says; None = over tp at once
     out_features        O, not divided
     weight              [O, I] (or [O, H, D]), each rank its columns; bias [O] on every rank
     input_is_parallel   True: x holds this rank's i features, as a column-divided layer gives them; False: x is whole and is cut
@@ -170,6 +172,7 @@ class RowParallelLinear(ShardedModule):
         bias: bool = True,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        parts: int | None = None,
         dtype: torch.dtype | None = None,
         init: Init = "default",
     ) -> None:
@@ -179,9 +182,10 @@ class RowParallelLinear(ShardedModule):
             check_counts(self, in_features=size, out_features=out_features)
         self.in_features, self.out_features = math.prod(shape), out_features
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
-        self._input_sizes = [n * math.prod(shape[1:]) for n in chunk_sizes(shape[0], ctx.tp.size)]
+        self._input_sizes = [(b - a) * math.prod(shape[1:]) for a, b in row_spans(shape[0], ctx.tp.size, parts)]
         fill = weight_fill(init, self.in_features, out_features)
-        self.add_parameter("weight", (out_features, *shape), dim=1, fill=fill, flat=(out_features, self.in_features))
+        flat = out_features, self.in_features
+        self.add_parameter("weight", (out_features, *shape), dim=1, fill=fill, flat=flat, parts=parts)
         if bias:
             self.add_parameter("bias", (out_features,), dim=None, fill=bias_fill(self.in_features), partial=sequence_parallel)
         finish_init(self, ctx)
@@ -203,14 +207,16 @@ class RowParallelLinear(ShardedModule):
 
 
 class QKVParallelLinear(ShardedModule):
-    """The q, k and v projections of grouped-query attention, divided over tp by heads.
+    """The q, k and v projections of grouped-query attention, divided over tp by heads, as one product.
 
     hidden              M, not divided
     num_heads           H query heads, num_kv_heads K key-value heads (None = H; K divides H), head_dim D (None = M / H)
     q, k, v             weights [H, D, M], [K, D, M], [K, D, M]; q_bias, k_bias, v_bias [H, D], [K, D], [K, D] with bias=True.
                         Separate parameters, so that no checkpoint depends on tp; each rank holds whole heads
+    shares              `HeadShares`: the heads of each tp rank. Where tp does not divide K, ranks share key-value heads: each
+                        computes those that its query heads read, and only gradients of their weights cross
     sequence_parallel   the input is a token shard over tp and is gathered first
-    raises              Unsupported when the heads do not divide such that query heads stay with the heads they read
+    raises              Unsupported when a tp rank would hold no query head
     """
 
     def __init__(
@@ -228,27 +234,112 @@ class QKVParallelLinear(ShardedModule):
     ) -> None:
         super().__init__(ctx, dtype)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = head_dims(type(self).__name__, hidden, num_heads, num_kv_heads, head_dim, ctx.tp.size)
+        head_dim = head_dims(type(self).__name__, hidden, num_heads, num_kv_heads, head_dim)
         self.hidden, self.num_heads, self.num_kv_heads, self.head_dim = hidden, num_heads, num_kv_heads, head_dim
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.shares = sequence_parallel, HeadShares(num_heads, num_kv_heads, ctx.tp.size)
+        self.shares.check(type(self).__name__)
         for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
-            fill = weight_fill(init, hidden, heads * head_dim)
-            self.add_parameter(name, (heads, head_dim, hidden), dim=0, fill=fill, flat=(heads * head_dim, hidden))
+            fill, split = weight_fill(init, hidden, heads * head_dim), self.shares.split(name == "q")
+            self.add_parameter(name, (heads, head_dim, hidden), fill=fill, flat=(heads * head_dim, hidden), **split)
             if bias:
-                self.add_parameter(f"{name}_bias", (heads, head_dim), dim=0, fill=bias_fill(hidden), flat=(heads * head_dim,))
+                flat = (heads * head_dim,)
+                self.add_parameter(f"{name}_bias", (heads, head_dim), fill=bias_fill(hidden), flat=flat, **split)
         finish_init(self, ctx)
+
+    @property
+    def reads(self) -> list[int] | None:
+        """For each of this rank's query heads which of its key-value heads it reads; None = the usual groups."""
+        return self.shares.reads(self.ctx.tp.rank)
+
+    @property
+    def first_head(self) -> int:
+        """Index of this rank's first query head among all."""
+        return self.shares.queries[self.ctx.tp.rank][0]
 
     def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, t, M] (a token shard [B, t', M] with sequence_parallel) -> q [B, t, h, D], k and v [B, t, k, D]: own heads."""
         check_width(self, x, self.hidden)
         x = enter(x, self.ctx.tp, self.sequence_parallel, token_sizes)
-        q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
+        needed = self.shares.needed(self.ctx.tp.rank)
+        weights = [self.local("q", x.dtype), *(self.local(name, x.dtype)[needed] for name in ("k", "v"))]
+        bias = None
+        if "q_bias" in self.specs:
+            biases = [self.local("q_bias", x.dtype), *(self.local(f"{name}_bias", x.dtype)[needed] for name in ("k", "v"))]
+            bias = torch.cat(biases).flatten()
+        heads = F.linear(x, torch.cat(weights).flatten(0, 1), bias).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([len(w) for w in weights], dim=-2)
         return q, k, v
 
-    def _heads(self, x: Tensor, name: str) -> Tensor:
-        weight = self.local(name, x.dtype)
-        bias = self.local(f"{name}_bias", x.dtype).flatten() if f"{name}_bias" in self.specs else None
-        return F.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
+
+@dataclass(frozen=True)
+class HeadShares:
+    """Which of H query heads and K key-value heads each of tp ranks holds.
+
+    Where torch.chunk's rule gives every rank the query heads of its key-value heads, it divides both. Else tp becomes
+    parts x tp / parts with parts = gcd(K, tp): heads divide over the parts, and the part's query heads over its ranks; so do its
+    key-value heads if that keeps every query head with the head it reads, and else the ranks of the part share them.
+    """
+
+    H: int
+    K: int
+    tp: int
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts tp divides first; tp where that is all."""
+        return self.tp if self._together(self.tp) and chunk_sizes(self.K, self.tp)[-1] else math.gcd(self.K, self.tp)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the ranks of a part share its key-value heads."""
+        return not self._together(self.parts)
+
+    def _together(self, parts: int) -> bool:
+        """Whether dividing both kinds of heads alike keeps every query head with the head it reads."""
+        ratio = self.H // self.K
+        return row_spans(self.H, self.tp, parts) == tuple((ratio * a, ratio * b) for a, b in row_spans(self.K, self.tp, parts))
+
+    @property
+    def queries(self) -> tuple[tuple[int, int], ...]:
+        """First and last + 1 of the query heads of each rank."""
+        return row_spans(self.H, self.tp, self.parts)
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """First and last + 1 of the key-value heads whose weights each rank holds."""
+        return row_spans(self.K, self.tp, self.parts, self.shared)
+
+    def split(self, queries: bool) -> dict[str, Any]:
+        """How a parameter [heads, ..] divides, as arguments of `add_parameter`."""
+        if queries or not self.shared:
+            return {"dim": 0, "parts": self.parts}
+        if self.parts == 1:
+            return {"dim": None, "partial": True}
+        return {"dim": 0, "parts": self.parts, "shared": True, "partial": True}
+
+    def needed(self, rank: int) -> slice:
+        """Those of the rank's key-value heads that its query heads read, counted from its first."""
+        (first, last), ratio = self.queries[rank], self.H // self.K
+        start = self.keys[rank][0]
+        return slice(first // ratio - start, (last - 1) // ratio + 1 - start)
+
+    def reads(self, rank: int) -> list[int] | None:
+        """For each query head of the rank the head of `needed` that it reads; None when these are the usual equal groups."""
+        (first, last), ratio = self.queries[rank], self.H // self.K
+        found = [head // ratio - first // ratio for head in range(first, last)]
+        count = found[-1] + 1
+        usual = len(found) % count == 0 and found == [i // (len(found) // count) for i in range(len(found))]
+        return None if usual else found
+
+    def check(self, layer: str) -> None:
+        """Raise Unsupported when a rank would hold no query head."""
+        sizes = [b - a for a, b in self.queries]
+        if min(sizes) == 0:
+            fits = [n for n in range(1, self.H + 1) if min(b - a for a, b in HeadShares(self.H, self.K, n).queries)]
+            raise Unsupported(
+                f"{layer}: {self.H} query heads and {self.K} key-value heads over tp={self.tp} give {sizes} query heads: a rank "
+                f"would hold none; tp could be {', '.join(map(str, fits[:12]))}"
+            )
 
 
 def check_counts(layer: Any, **sizes: Any) -> None:
@@ -260,8 +351,8 @@ def check_counts(layer: Any, **sizes: Any) -> None:
             )
 
 
-def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int | None, tp: int) -> int:
-    """head_dim, after checking that heads divide: K divides H, and each tp rank's query heads read its own key-value heads.
+def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """head_dim, after checking that K divides H and that the sizes are positive integers.
 
     raises      Unsupported with the numbers and what would work
     """
@@ -273,12 +364,4 @@ def head_dims(layer: str, hidden: int, num_heads: int, num_kv_heads: int, head_d
             raise Unsupported(f"{layer}: hidden={hidden} is not a multiple of num_heads={num_heads}; pass head_dim=")
         head_dim = hidden // num_heads
     check_counts(layer, head_dim=head_dim)
-    ratio = num_heads // num_kv_heads
-    query, kv = chunk_sizes(num_heads, tp), chunk_sizes(num_kv_heads, tp)
-    if kv[-1] == 0 or query != [ratio * n for n in kv]:
-        fits = [n for n in range(1, num_kv_heads + 1) if chunk_sizes(num_kv_heads, n)[-1] and num_kv_heads % n == 0]
-        raise Unsupported(
-            f"{layer}: {num_heads} query heads and {num_kv_heads} key-value heads over tp={tp} give {query} and {kv}; every rank "
-            f"needs the {ratio} query heads of each key-value head it holds, so tp could be {', '.join(map(str, fits))}"
-        )
     return head_dim

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
@@ -72,6 +73,18 @@ class Axis(comm.Group):
             )
 
 
+@dataclass(frozen=True)
+class TpSplit:
+    """tp as parts x (tp / parts): weights that the ranks of one part share, such as those of a key-value head.
+
+    mesh        this rank's DeviceMesh [parts, tp / parts]
+    sums        Axis of dp x cp x the ranks of this rank's part: gradients of such weights are summed over it
+    """
+
+    mesh: DeviceMesh
+    sums: Axis
+
+
 class ParallelContext:
     """The mesh dp x cp x tp of one run, as one rank sees it. Make it with `from_env`, `from_config` or `single`.
 
@@ -89,6 +102,7 @@ class ParallelContext:
         self.watches_optimizers = False
         self.on_close: list[Callable[[], object]] = []  # what other rooms must undo when this context ends
         self._owns_default, self._groups = owns_default, []
+        self._splits: dict[int, TpSplit] = {}
         if mesh is None:
             self.dp, self.cp, self.tp, self.dp_cp, self.world = (
                 Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world")
@@ -125,6 +139,24 @@ class ParallelContext:
                 mine = Axis(name, tuple(members.tolist()), members.tolist().index(dist.get_rank()), group, self.device)
         assert mine is not None
         return mine
+
+    def split_tp(self, parts: int) -> TpSplit:
+        """tp divided into `parts` (a divisor of it other than 1 and tp). Collective over the world the first time."""
+        if parts not in self._splits:
+            assert self.mesh is not None
+            self.tp.require_open()
+            share = self.tp.size // parts
+            mesh = self.mesh["tp"]._unflatten(0, (parts, share), ("part", "share"))
+            groups = [mesh.get_group(name) for name in ("part", "share")]
+            for group in groups:
+                _set_timeout(group, self.timeout)
+            self._groups += groups
+            mine = self.tp.rank // share
+            ranks = tuple(self.tp.ranks[mine * share : (mine + 1) * share])
+            tied = Axis("tp_share", ranks, self.tp.rank % share, groups[1], self.device)
+            sets = [self.mesh.mesh[:, :, p * share : (p + 1) * share].flatten() for p in range(parts)]
+            self._splits[parts] = TpSplit(mesh, self._over("dp_cp_share", (self.dp_cp, tied), sets))
+        return self._splits[parts]
 
     # ---- constructors -------------------------------------------------------------------------------------------------
 
@@ -188,7 +220,7 @@ class ParallelContext:
         self.closed = True
         for undo in self.on_close:
             undo()
-        for axis in (self.dp, self.cp, self.tp, self.dp_cp, self.world):
+        for axis in (self.dp, self.cp, self.tp, self.dp_cp, self.world, *(split.sums for split in self._splits.values())):
             axis.closed = True
         if self.mesh is None:
             return

@@ -36,9 +36,11 @@ class Spec:
 
     shape       of the undivided parameter
     dim         the dimension divided over tp, by torch.chunk's rule; None = every rank holds all of it
-    partial     its gradient on each tp rank is a part of a sum (a replicated weight used on token or head shards)
+    partial     its gradient on each rank that holds the same rows is a part of a sum (used on token or head shards)
     fill        ("uniform", bound), ("normal", std), ("constant", value) or ("call", function of the whole tensor)
     flat        its shape in whole state dicts, as torch's own layers have it
+    spans       first and last + 1 of the rows along `dim` of each tp rank; ranks may hold the same ones
+    parts       tp as parts x tp / parts: the rows divide over the parts first; tp itself where that is all
     """
 
     shape: tuple[int, ...]
@@ -46,6 +48,29 @@ class Spec:
     partial: bool
     fill: tuple[str, Any]
     flat: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    parts: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether several tp ranks hold the same rows."""
+        return len(set(self.spans)) < len(self.spans)
+
+
+def row_spans(size: int, tp: int, parts: int | None = None, shared: bool = False) -> tuple[tuple[int, int], ...]:
+    """Rows of each of tp ranks: `size` rows over `parts` by torch.chunk's rule, each part's again over its tp / parts ranks.
+
+    shared      the ranks of a part all hold all of its rows
+    """
+    parts = tp if parts is None else parts
+    spans, first = [], 0
+    for rows in chunk_sizes(size, parts):
+        inner = [rows] * (tp // parts) if shared else chunk_sizes(rows, tp // parts)
+        for n in inner:
+            spans.append((first, first + n))
+            first += 0 if shared else n
+        first += rows if shared else 0
+    return tuple(spans)
 
 
 class ShardedModule(nn.Module):
@@ -69,25 +94,31 @@ class ShardedModule(nn.Module):
         fill: tuple[str, Any],
         partial: bool = False,
         flat: Sequence[int] | None = None,
+        parts: int | None = None,
+        shared: bool = False,
     ) -> None:
         """Register parameter `name`; its values come with `finish_init`.
 
+        parts, shared   how rows divide over tp, as in `row_spans`; None and False: over all tp ranks
         raises      Unsupported when the size along `dim` would leave a tp rank without a row
         """
         tp = self.ctx.tp
         local = list(shape)
+        spans: tuple[tuple[int, int], ...] = ((0, 0),) * tp.size
         if dim is not None:
-            sizes = chunk_sizes(shape[dim], tp.size)
-            if sizes[-1] == 0:
+            spans = row_spans(shape[dim], tp.size, parts, shared)
+            sizes = [stop - start for start, stop in spans]
+            if min(sizes) == 0:
                 fits = [n for n in range(1, tp.size + 1) if chunk_sizes(shape[dim], n)[-1]]
                 raise Unsupported(
                     f"{type(self).__name__}: {name} has {shape[dim]} rows to divide over tp={tp.size}, which gives {sizes}: a "
                     f"rank would hold none; tp could be {', '.join(map(str, fits))}, or the size {_least(tp.size, shape[dim])}"
                 )
             local[dim] = sizes[tp.rank]
+        parts = tp.size if parts in (None, 1) or dim is None else parts
         meta = torch.get_default_device().type == "meta"
         share = torch.empty(local, dtype=self._dtype, device="meta" if meta else self.ctx.device)
-        self.specs[name] = Spec(tuple(shape), dim, partial and tp.size > 1, fill, tuple(flat or shape))
+        self.specs[name] = Spec(tuple(shape), dim, partial and tp.size > 1, fill, tuple(flat or shape), spans, parts)
         self.register_parameter(name, nn.Parameter(_wrap(share, self.specs[name], self.ctx)))
         track(self.get_parameter(name), self.ctx)
 
@@ -120,10 +151,11 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def to_local(parameter: Tensor, partial: bool = False) -> Tensor:
-    """The plain local tensor of a parameter; `partial`: its gradient is a part of a sum over tp."""
+    """The plain local tensor of a parameter; `partial`: its gradient is a part of a sum over the ranks that hold the same."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+    rule = [Partial() if isinstance(x, Replicate) else x for x in parameter.placements] if partial else None
+    return parameter.to_local(grad_placements=rule)
 
 
 def _least(tp: int, size: int) -> int:
@@ -137,10 +169,14 @@ def _wrap(share: Tensor, spec: Spec, ctx: ParallelContext) -> Tensor:
     """A share as a DTensor on the tp mesh; plain with tp = 1."""
     if ctx.tp.size == 1:
         return share
-    assert ctx.mesh is not None
     placement = Replicate() if spec.dim is None else Shard(spec.dim)
+    if spec.parts == ctx.tp.size:
+        assert ctx.mesh is not None
+        mesh, placements = ctx.mesh["tp"], [placement]
+    else:
+        mesh, placements = ctx.split_tp(spec.parts).mesh, [placement, Replicate() if spec.shared else placement]
     stride = torch.empty(spec.shape, device="meta").stride()
-    return DTensor.from_local(share, ctx.mesh["tp"], [placement], run_check=False, shape=torch.Size(spec.shape), stride=stride)
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=torch.Size(spec.shape), stride=stride)
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, str, Spec]]:
@@ -319,9 +355,9 @@ def _global_index(spec: Spec, tp: comm.Group, start: int, stop: int, device: tor
     local = torch.arange(start, stop, device=device)
     if spec.dim is None or tp.size == 1:
         return local
-    sizes = chunk_sizes(spec.shape[spec.dim], tp.size)
+    first, last = spec.spans[tp.rank]
     inner = math.prod(spec.shape[spec.dim + 1 :])
-    here, before = sizes[tp.rank] * inner, sum(sizes[: tp.rank]) * inner
+    here, before = (last - first) * inner, first * inner
     return local.div(here, rounding_mode="floor") * (spec.shape[spec.dim] * inner) + before + local % here
 
 
@@ -332,15 +368,17 @@ def own_share(whole: Tensor, spec: Spec, tp: comm.Group) -> Tensor:
     """This rank's piece of an undivided tensor of the parameter's shape; a view."""
     if spec.dim is None or tp.size == 1:
         return whole
-    return whole.split(chunk_sizes(spec.shape[spec.dim], tp.size), dim=spec.dim)[tp.rank]
+    first, last = spec.spans[tp.rank]
+    return whole.narrow(spec.dim, first, last - first)
 
 
 def whole(share: Tensor, spec: Spec, tp: comm.Group) -> Tensor:
     """The undivided tensor from every tp rank's share (a parameter's values, or a finished gradient): one all-gather."""
     if spec.dim is None or tp.size == 1:
         return share.clone()
-    shapes = [[*spec.shape[: spec.dim], n, *spec.shape[spec.dim + 1 :]] for n in chunk_sizes(spec.shape[spec.dim], tp.size)]
-    return torch.cat(comm.all_gather(share, shapes, tp), dim=spec.dim)
+    shapes = [[*spec.shape[: spec.dim], b - a, *spec.shape[spec.dim + 1 :]] for a, b in spec.spans]
+    pieces = dict(zip(spec.spans, comm.all_gather(share, shapes, tp), strict=True))  # of equal rows one is enough
+    return torch.cat(list(pieces.values()), dim=spec.dim)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ class Spec:
 
     mask        its structure alone (`Mask.structure()`): a dense table changes no traffic
     has_table   whether tiles must look at such a table
+    reads       for each query head the key-value head that it reads, ascending; empty = i // (num_heads // num_kv_heads)
     """
 
     q_layout: SequenceLayout
@@ -47,6 +48,7 @@ class Spec:
     num_kv_heads: int
     transport: str = "exchange"
     fixed: bool = False  # deterministic: the same calls for the same rows, however tokens are divided
+    reads: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=128)
@@ -64,6 +66,7 @@ class Schedule:
         self.k_positions = [spec.kv_layout.positions(s).sort().values for s in range(self.n)]
         self.coordinates = [spec.grid.coordinates(c) for c in range(self.n)]
         self._heads = _bounds(split_sizes(spec.num_heads, spec.grid.ulysses))
+        self._reads = spec.reads or tuple(i * spec.num_kv_heads // spec.num_heads for i in range(spec.num_heads))
         self._cache: dict[tuple[object, ...], Any] = {}
 
     # ---- heads ----------------------------------------------------------------------------------------------------------
@@ -78,28 +81,29 @@ class Schedule:
 
     def kv_heads(self, c: int) -> slice:
         """Key-value heads that rank c's query heads read."""
-        heads, ratio = self.heads(c), self.spec.num_heads // self.spec.num_kv_heads
-        return slice(0, 0) if heads.start == heads.stop else slice(heads.start // ratio, (heads.stop - 1) // ratio + 1)
+        heads = self.heads(c)
+        return slice(0, 0) if heads.start == heads.stop else slice(self._reads[heads.start], self._reads[heads.stop - 1] + 1)
 
     def num_kv_heads(self, c: int) -> int:
         """Number of key-value heads that rank c reads."""
         return self.kv_heads(c).stop - self.kv_heads(c).start
 
     def head_groups(self, c: int) -> list[tuple[slice, slice]]:
-        """Rank c's heads as (query heads, key-value heads) with a whole ratio each, counted from its first: at most three."""
-        heads, ratio = self.heads(c), self.spec.num_heads // self.spec.num_kv_heads
-        first_kv = self.kv_heads(c).start
-        groups, h = [], heads.start
-        while h < heads.stop:
-            whole = heads.stop - heads.stop % ratio
-            if h % ratio == 0 and whole > h:
-                stop = whole
-            else:
-                stop = min(heads.stop, h - h % ratio + ratio)
-            groups.append(
-                (slice(h - heads.start, stop - heads.start), slice(h // ratio - first_kv, (stop - 1) // ratio + 1 - first_kv))
-            )
-            h = stop
+        """Rank c's heads as (query heads, key-value heads) with a whole ratio each, counted from its first.
+
+        At most three for the usual groups: the end of one, whole ones, the beginning of one.
+        """
+        heads, first = self.heads(c), self.kv_heads(c).start
+        reads = [kv - first for kv in self._reads[heads]]
+        groups: list[tuple[slice, slice]] = []
+        for kv in dict.fromkeys(reads):
+            start, n = reads.index(kv), reads.count(kv)
+            if groups:
+                queries, keys = groups[-1]
+                if keys.stop == kv and queries.stop - queries.start == n * (keys.stop - keys.start):
+                    groups[-1] = slice(queries.start, start + n), slice(keys.start, kv + 1)
+                    continue
+            groups.append((slice(start, start + n), slice(kv, kv + 1)))
         return groups
 
     # ---- the mask at this layout ----------------------------------------------------------------------------------------
@@ -629,14 +633,16 @@ def choose_grid(
     itemsize: int,
     transport: str = "exchange",
     has_table: bool = False,
+    reads: tuple[int, ...] = (),
 ) -> Choice:
     """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
-    mask        its structure alone, and whether there is a table, as in `Spec`
+    mask        its structure alone; has_table, reads: as in `Spec`
     """
     n, found = q_layout.n, []
     for grid in AttentionGrid.all_of(n):
-        plan = schedule(Spec(q_layout, kv_layout, mask, has_table, grid, num_heads, num_kv_heads, transport))
+        spec = Spec(q_layout, kv_layout, mask, has_table, grid, num_heads, num_kv_heads, transport, reads=reads)
+        plan = schedule(spec)
         work = [plan.work(c) for c in range(n)]
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
         messages = 2 * plan.inputs_travel + 2 * plan.rows_travel + (4 * grid.ring - 5 if plan.rotates else 0)
@@ -687,6 +693,7 @@ def resolve_grid(
     Dv: int,
     itemsize: int,
     transport: str = "exchange",
+    reads: tuple[int, ...] = (),
 ) -> AttentionGrid:
     """`grid` as an AttentionGrid of the layout's ranks; "auto" is chosen by `choose_grid`.
 
@@ -695,4 +702,4 @@ def resolve_grid(
     if (given := given_grid(grid, q_layout.n)) is not None:
         return given
     what, has = mask.structure(), mask.has_table
-    return choose_grid(q_layout, kv_layout, what, num_heads, num_kv_heads, D, Dv, itemsize, transport, has).grid
+    return choose_grid(q_layout, kv_layout, what, num_heads, num_kv_heads, D, Dv, itemsize, transport, has, reads).grid

@@ -66,6 +66,7 @@ def sequence_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout: tuple[float, RandomKey] | None = None,
+    kv_heads: Sequence[int] | None = None,
     return_lse: bool = False,
     kernel: str = "auto",
     deterministic: bool = False,
@@ -74,7 +75,7 @@ def sequence_attention(
     """Softmax attention of this rank's queries over the keys of all ranks of `ctx.cp`.
 
     q           [B, t, H, D]    this rank's share of the tokens, all of its heads
-    k, v        [B, s, K, D], [B, s, K, Dv]   K divides H: query head i reads key head i // (H // K)
+    k, v        [B, s, K, D], [B, s, K, Dv]   K divides H: query head i reads key head i // (H // K), unless kv_heads says
     mask        which (query, key) pairs of global positions count; None = all. See `tpattn.masks`
     layout      which positions each rank holds; None = contiguous, the lengths agreed by one small all-gather
     kv_layout   the same for the keys; None = `layout`
@@ -87,6 +88,7 @@ def sequence_attention(
     sinks       [H] learnable logits of a key without value: they take their share of each row's weight. Their gradient is the
                 part of this rank's rows; `finish_gradients` sums it
     dropout     (p, key): softmax weights are dropped by (key, sequence, head, positions) alone, the same on every grid
+    kv_heads    the key head that each query head reads, ascending from 0 to K - 1, alike on every rank; None = the usual groups
     kernel      auto, or a name of `tpattn.kernels.available()`; softcap, ALiBi and dropout need math
     deterministic  out, lse and dq have the same bits on any number of ranks when the edges of the shares are multiples of 256
                 (layouts take block=256): rows are computed in blocks of 256, each over the same calls. dk and dv too for
@@ -98,7 +100,7 @@ def sequence_attention(
                 the lengths are agreed before a mask can be checked against them)
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, kv_heads)
     check_options(grid, transport, kernel, scale, ctx.cp.size)
     if mask is not None and not isinstance(mask, Mask):
         raise Unsupported(
@@ -115,8 +117,9 @@ def sequence_attention(
     K, Dv = k.shape[2], v.shape[3]
     mask.check(B, H, t, kv_layout.T)
     way = "rotate" if transport == "rotate" else "exchange"
-    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way)
-    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic))
+    reads = () if kv_heads is None else tuple(kv_heads)
+    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way, reads)
+    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic, reads))
     if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
         raise Unsupported(
             f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, "
@@ -146,7 +149,7 @@ def sequence_attention(
 # ---- checks ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_heads: Sequence[int] | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -159,10 +162,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if k.shape[0] != B or k.shape[3] != D or v.shape[:3] != k.shape[:3]:
         raise Unsupported(f"needs q [B, t, H, D], k [B, s, K, D], v [B, s, K, Dv], got {shapes}")
-    if 0 in (H, D, k.shape[2], v.shape[3]) or H % k.shape[2]:
+    K = k.shape[2]
+    if 0 in (H, D, K, v.shape[3]) or (kv_heads is None and H % K):
         raise Unsupported(
             f"the number of key heads must divide that of query heads, and no size but batch and tokens may be 0; got {shapes}"
         )
+    if kv_heads is not None and (len(kv_heads) != H or sorted(kv_heads) != list(kv_heads) or set(kv_heads) != set(range(K))):
+        raise Unsupported(f"kv_heads must name one of {K} key heads for each of {H} query heads, ascending; got {list(kv_heads)}")
 
 
 def check_options(grid: AttentionGrid | str, transport: str, kernel: str, scale: float | None, n: int) -> None:

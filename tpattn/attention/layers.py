@@ -64,7 +64,14 @@ class ParallelSelfAttention(torch.nn.Module):
             )
             heads = num_heads, self.qkv.head_dim
             self.out = RowParallelLinear(
-                heads, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                heads,
+                hidden,
+                ctx=ctx,
+                bias=bias,
+                sequence_parallel=sequence_parallel,
+                parts=self.qkv.shares.parts,
+                dtype=dtype,
+                init=init,
             )
         if rope_base is not None and self.qkv.head_dim % 2:
             raise Unsupported(f"rotary embedding turns pairs: head_dim={self.qkv.head_dim} must be even, or rope_base=None")
@@ -108,6 +115,7 @@ class ParallelSelfAttention(torch.nn.Module):
             transport=self.transport,
             scale=self.scale,
             kernel=self.kernel,
+            kv_heads=self.qkv.reads,
         )
         assert isinstance(out, Tensor)
         return self.out(out.flatten(2), token_sizes)
