@@ -11,6 +11,8 @@ from test_gradients import same_gradients
 
 from tpattn import (
     ParallelContext,
+    ParallelSelfAttention,
+    RandomKey,
     SequenceLayout,
     Transformer,
     TransformerBlock,
@@ -181,3 +183,70 @@ def test_checkpoints_do_not_know_how_heads_were_shared(rank, world, tmp_path):
             assert torch.equal(value, want[name]), name
     other.close()
     ctx.close()
+
+
+# ---- norms of q and k, gates, dropout of the softmax weights ----------------------------------------------------------------
+
+
+def options_on(ctx, H, K, sequence_parallel=False, **options):
+    torch.manual_seed(5)
+    options = {"qk_norm": True, "gate": True, "dropout": 0.3, "bias": True} | options
+    model = ParallelSelfAttention(M, H, K, 4, ctx=ctx, sequence_parallel=sequence_parallel, dtype=F64, **options)
+    if model.q_norm is not None:
+        load_whole_state_dict(model, {f"{n}.weight": seeded(4, seed=i) for i, n in enumerate(("q_norm", "k_norm"))}, strict=False)
+    return model
+
+
+def run_attention(model, ctx, sequence_parallel=False):
+    layout, first = SequenceLayout.zigzag(T, ctx.cp.size), sum(len(range(4)[i::ctx.dp.size]) for i in range(ctx.dp.rank))
+    x, g = (ctx.cp.shard(seeded(4, T, M, seed=seed).tensor_split(ctx.dp.size)[ctx.dp.rank], layout) for seed in (0, 1))
+    if sequence_parallel:
+        rows = SequenceLayout.contiguous(x.shape[1], ctx.tp.size)
+        x, g = ctx.tp.shard(x, rows), ctx.tp.shard(g, rows)
+    out = model(x, mask=masks.causal(), layout=layout, key=RandomKey(3, 4, first, "here"))
+    out.backward(g)
+    return ctx.tp.gather(out.detach(), rows) if sequence_parallel else out.detach()
+
+
+def test_options_of_attention_on_one_process_are_their_definitions():
+    """Norm, rotation, softmax, gate, written out; biases of q, k and v; the gate has none."""
+    ctx = ParallelContext.single()
+    model = options_on(ctx, 6, 2, dropout=0.0, rope_base=None)
+    w, x = whole_state_dict(model), seeded(4, T, M, seed=0)
+
+    def heads(name, norm=None):
+        y = (x @ w[f"qkv.{name}"].mT + w[f"qkv.{name}_bias"]).unflatten(-1, (-1, 4))
+        return y if norm is None else y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * w[f"{norm}.weight"]
+
+    q, k, v = heads("q", "q_norm"), heads("k", "k_norm"), heads("v")
+    out, *_ = attention_and_gradients(q, k, v, torch.zeros(4, T, 6, 4), torch.ones(T, T).tril().bool())
+    out = out * torch.sigmoid(x @ w["qkv.gate"].mT)[..., None]
+    close(model(x, mask=masks.causal()), out.flatten(2) @ w["out.weight"].mT + w["out.bias"])
+    model.dropout = 0.3
+    with pytest.raises(ValueError, match="needs key=RandomKey"):
+        model(x)
+    close(model.eval()(x, mask=masks.causal()), out.flatten(2) @ w["out.weight"].mT + w["out.bias"])
+    with pytest.raises(Unsupported, match=r"dropout=1.5 must lie in \[0, 1\)"):
+        options_on(ctx, 6, 2, dropout=1.5)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("H", "K"), [(6, 2), (14, 2), (6, 3), (4, 4)])
+def test_options_of_attention_equal_one_process(rank, world, H, K, sequence_parallel):
+    """C02: the norms' gradients are parts on every tp rank, for their heads; dropout is by global head, position and sequence."""
+    alone = ParallelContext.single()
+    twin = options_on(alone, H, K)
+    want = run_attention(twin, alone)
+    far(run_attention(options_on(alone, H, K, dropout=0.0), alone), want)
+    for sizes in mesh_sizes(world):
+        if min(b - a for a, b in HeadShares(H, K, sizes[2]).queries) == 0:
+            continue
+        ctx = ParallelContext.from_env(*sizes, timeout=60)
+        model = options_on(ctx, H, K, sequence_parallel)
+        got = run_attention(model, ctx, sequence_parallel)
+        layout = SequenceLayout.zigzag(T, ctx.cp.size)
+        close(got, ctx.cp.shard(want.tensor_split(ctx.dp.size)[ctx.dp.rank], layout))
+        finish_gradients(model)
+        same_gradients(model, twin, ctx)
+        ctx.close()

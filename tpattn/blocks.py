@@ -77,10 +77,11 @@ class ParallelMLP(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): a pre-norm block.
 
-    hidden, num_heads, num_kv_heads, head_dim, rope_base, grid, transport, kernel     as in `ParallelSelfAttention`
+    hidden, num_heads, num_kv_heads, head_dim, rope_base, qk_norm, gate, grid, transport, kernel     as in `ParallelSelfAttention`
     ffn, activation     as in `ParallelMLP`
     norm                rmsnorm or layernorm
     dropout             of the two residual branches, while training; forward then needs a key
+    attention_dropout   of the softmax weights, while training; forward then needs a key
     sequence_parallel   input and output are token shards over tp: the rows of x divide by tensor_split
     """
 
@@ -99,8 +100,11 @@ class TransformerBlock(nn.Module):
         transport: str = "auto",
         kernel: str = "auto",
         rope_base: float | None = 10000.0,
+        qk_norm: bool = False,
+        gate: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         init: Init = "default",
@@ -121,6 +125,9 @@ class TransformerBlock(nn.Module):
                 ctx=ctx,
                 bias=bias,
                 rope_base=rope_base,
+                qk_norm=qk_norm,
+                gate=gate,
+                dropout=attention_dropout,
                 grid=grid,
                 transport=transport,
                 kernel=kernel,

@@ -213,6 +213,7 @@ class QKVParallelLinear(ShardedModule):
     num_heads           H query heads, num_kv_heads K key-value heads (None = H; K divides H), head_dim D (None = M / H)
     q, k, v             weights [H, D, M], [K, D, M], [K, D, M]; q_bias, k_bias, v_bias [H, D], [K, D], [K, D] with bias=True.
                         Separate parameters, so that no checkpoint depends on tp; each rank holds whole heads
+    gate                True: a weight [H, M] more, one number per token and query head
     shares              `HeadShares`: the heads of each tp rank. Where tp does not divide K, ranks share key-value heads: each
                         computes those that its query heads read, and only gradients of their weights cross
     sequence_parallel   the input is a token shard over tp and is gathered first
@@ -228,6 +229,7 @@ class QKVParallelLinear(ShardedModule):
         *,
         ctx: ParallelContext,
         bias: bool = False,
+        gate: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         init: Init = "default",
@@ -244,6 +246,9 @@ class QKVParallelLinear(ShardedModule):
             if bias:
                 flat = (heads * head_dim,)
                 self.add_parameter(f"{name}_bias", (heads, head_dim), fill=bias_fill(hidden), flat=flat, **split)
+        if gate:
+            fill, split = weight_fill(init, hidden, num_heads), self.shares.split(True)
+            self.add_parameter("gate", (num_heads, hidden), fill=fill, **split)
         finish_init(self, ctx)
 
     @property
@@ -256,8 +261,11 @@ class QKVParallelLinear(ShardedModule):
         """Index of this rank's first query head among all."""
         return self.shares.queries[self.ctx.tp.rank][0]
 
-    def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, t, M] (a token shard [B, t', M] with sequence_parallel) -> q [B, t, h, D], k and v [B, t, k, D]: own heads."""
+    def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+        """x [B, t, M] (a token shard [B, t', M] with sequence_parallel) -> q [B, t, h, D], k and v [B, t, k, D]: own heads.
+
+        With gate=True a fourth result: the gate's numbers [B, t, h].
+        """
         check_width(self, x, self.hidden)
         x = enter(x, self.ctx.tp, self.sequence_parallel, token_sizes)
         needed = self.shares.needed(self.ctx.tp.rank)
@@ -266,9 +274,14 @@ class QKVParallelLinear(ShardedModule):
         if "q_bias" in self.specs:
             biases = [self.local("q_bias", x.dtype), *(self.local(f"{name}_bias", x.dtype)[needed] for name in ("k", "v"))]
             bias = torch.cat(biases).flatten()
-        heads = F.linear(x, torch.cat(weights).flatten(0, 1), bias).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads.split([len(w) for w in weights], dim=-2)
-        return q, k, v
+        rows = torch.cat(weights).flatten(0, 1)
+        if "gate" not in self.specs:
+            return F.linear(x, rows, bias).unflatten(-1, (-1, self.head_dim)).split([len(w) for w in weights], dim=-2)
+        gate = self.local("gate", x.dtype)
+        if bias is not None:
+            bias = torch.cat([bias, bias.new_zeros(len(gate))])
+        heads, gate = F.linear(x, torch.cat([rows, gate]), bias).split([len(rows), len(gate)], dim=-1)
+        return *heads.unflatten(-1, (-1, self.head_dim)).split([len(w) for w in weights], dim=-2), gate
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Transformer(nn.Module):
     seed                of the initial values, by (seed, full name, global index): the same model on any mesh; None = one draw
                         from torch's CPU generator, which must agree on all ranks
     dropout             of the embedding and of the residual branches, while training; forward then needs a key
+    attention_dropout   of the softmax weights, while training; forward then needs a key
     dtype               of the parameters; compute_dtype that of the computation (None = the same)
     sequence_parallel   tokens are divided over tp between the linear layers
     """
@@ -50,8 +51,11 @@ class Transformer(nn.Module):
         transport: str = "auto",
         kernel: str = "auto",
         rope_base: float | None = 10000.0,
+        qk_norm: bool = False,
+        gate: bool = False,
         bias: bool = False,
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -83,8 +87,11 @@ class Transformer(nn.Module):
                     transport=transport,
                     kernel=kernel,
                     rope_base=rope_base,
+                    qk_norm=qk_norm,
+                    gate=gate,
                     bias=bias,
                     dropout=dropout,
+                    attention_dropout=attention_dropout,
                     sequence_parallel=sequence_parallel,
                     dtype=dtype,
                     init=init,

@@ -17,7 +17,7 @@ class RMSNorm(ShardedModule):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
     hidden              width M, not divided
-    sequence_parallel   x is a token shard over tp; the gradient of the weight is then partial
+    sequence_parallel   x is a token (or head) shard over tp; the gradient of the weight is then partial
     source              Zhang and Sennrich, arXiv:1910.07467
     """
 
@@ -47,7 +47,7 @@ class LayerNorm(ShardedModule):
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension.
 
     hidden              width M, not divided
-    sequence_parallel   x is a token shard over tp; the gradients of weight and bias are then partial
+    sequence_parallel   x is a token (or head) shard over tp; the gradients of weight and bias are then partial
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from tpattn.layout import AttentionGrid, SequenceLayout, split_sizes
 from tpattn.linear import QKVParallelLinear, RowParallelLinear, agreed_sizes
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
+from tpattn.norm import RMSNorm
 from tpattn.params import Init, deferred_init, finish_init
 from tpattn.random import RandomKey
 from tpattn.rope import rotary_angles, rotate
@@ -23,6 +26,9 @@ class ParallelSelfAttention(torch.nn.Module):
     hidden              model width M
     num_heads           H; num_kv_heads K (None = H) divides it; head_dim D (None = M / H)
     rope_base           base of the rotary angles; None = no rotary embedding
+    qk_norm             True: RMSNorm over head_dim on q and k before the rotary embedding, q_norm.weight and k_norm.weight [D]
+    gate                True: each head's output times the sigmoid of one number per token, from qkv.gate [H, M]
+    dropout             of the softmax weights, while training, by global indices; forward then needs a key
     grid, transport, kernel, scale     as in `sequence_attention`
     sequence_parallel   input and output are token shards over tp
     parameters          qkv.q [H, D, M], qkv.k, qkv.v [K, D, M], out.weight [M, H, D], and biases with bias=True
@@ -38,6 +44,9 @@ class ParallelSelfAttention(torch.nn.Module):
         ctx: ParallelContext,
         bias: bool = False,
         rope_base: float | None = 10000.0,
+        qk_norm: bool = False,
+        gate: bool = False,
+        dropout: float = 0.0,
         grid: AttentionGrid | str = "auto",
         transport: str = "auto",
         kernel: str = "auto",
@@ -50,6 +59,9 @@ class ParallelSelfAttention(torch.nn.Module):
         self.ctx, self.sequence_parallel = ctx, sequence_parallel
         self.rope_base, self.grid, self.transport, self.kernel, self.scale = rope_base, grid, transport, kernel, scale
         check_options(grid, transport, kernel, scale, ctx.cp.size)
+        if not 0.0 <= dropout < 1.0:
+            raise Unsupported(f"ParallelSelfAttention: dropout={dropout} must lie in [0, 1)")
+        self.dropout = dropout
         with deferred_init():
             self.qkv = QKVParallelLinear(
                 hidden,
@@ -58,10 +70,13 @@ class ParallelSelfAttention(torch.nn.Module):
                 head_dim,
                 ctx=ctx,
                 bias=bias,
+                gate=gate,
                 sequence_parallel=sequence_parallel,
                 dtype=dtype,
                 init=init,
             )
+            norms = (RMSNorm(self.qkv.head_dim, ctx=ctx, sequence_parallel=True, dtype=dtype) for _ in range(2 * qk_norm))
+            self.q_norm, self.k_norm = next(norms, None), next(norms, None)  # each tp rank sees other heads
             heads = num_heads, self.qkv.head_dim
             self.out = RowParallelLinear(
                 heads,
@@ -90,7 +105,7 @@ class ParallelSelfAttention(torch.nn.Module):
 
         mask        None = full
         layout      which positions each cp rank holds; None = contiguous, lengths agreed by one small all-gather
-        key         taken for the signature's sake: nothing here draws
+        key         random numbers of the dropout; needed in training when dropout > 0
         token_sizes with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
         """
         if x.dim() != 3:
@@ -98,7 +113,14 @@ class ParallelSelfAttention(torch.nn.Module):
         token_sizes = agreed_sizes(self, x, token_sizes)
         t = x.shape[1] if token_sizes is None else sum(token_sizes)
         layout = share_layout(self.ctx, t, layout)
-        q, k, v = self.qkv(x, token_sizes)
+        drops = None
+        if self.training and self.dropout:
+            if key is None:
+                raise ValueError(f"ParallelSelfAttention: dropout={self.dropout} needs key=RandomKey(seed, step, first_sequence)")
+            drops = self.dropout, replace(key, first_head=key.first_head + self.qkv.first_head)
+        q, k, v, *gate = self.qkv(x, token_sizes)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_base is not None:
             positions = layout.positions(self.ctx.cp.rank).to(x.device)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -116,8 +138,11 @@ class ParallelSelfAttention(torch.nn.Module):
             scale=self.scale,
             kernel=self.kernel,
             kv_heads=self.qkv.reads,
+            dropout=drops,
         )
         assert isinstance(out, Tensor)
+        for numbers in gate:
+            out = out * torch.sigmoid(numbers)[..., None]
         return self.out(out.flatten(2), token_sizes)
 
 

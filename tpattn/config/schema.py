@@ -63,6 +63,10 @@ class ModelConfig:
     norm: Annotated[Literal["rmsnorm", "layernorm"], "normalisation before attention and feed-forward layer"] = "rmsnorm"
     tied: Annotated[bool, "the output layer uses the embedding's weights"] = False
     rope_base: Annotated[float | None, "rotary base; larger for longer sequences; null = no rotary positions"] = 10000.0
+    qk_norm: Annotated[bool, "RMSNorm on queries and keys, per head"] = False
+    gate: Annotated[bool, "a gate on each head's output"] = False
+    dropout: Annotated[float, "share of the numbers dropped from embedding and residual branches while training"] = 0.0
+    attention_dropout: Annotated[float, "share of the attention weights dropped while training"] = 0.0
 
 
 @dataclass
