@@ -330,3 +330,79 @@ def test_row_bias_of_token_shards_is_summed_over_the_world(rank, world):
         far(to_local(layer.bias.grad), g.sum(0))
         finish_gradients(layer)
         close(to_local(layer.bias.grad), g.sum(0))
+
+
+# ---- a user's own parameters -----------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Rows, times a parameter of the user's own, through a block whose tokens are divided over tp."""
+
+    def __init__(self, ctx, make, sequence_parallel=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = TransformerBlock(M, 6, 2, ffn=10, ctx=ctx, sequence_parallel=sequence_parallel, dtype=F64)
+        self.scale = make(torch.linspace(0.5, 1.5, M, dtype=F64))
+
+    def forward(self, x, layout):
+        return self.block(x * self.scale, layout=layout)
+
+
+def run_scaled(model, ctx, sequence_parallel=True):
+    layout = SequenceLayout.zigzag(T, ctx.cp.size)
+    x, g = (ctx.cp.shard(seeded(4, T, M, seed=i).tensor_split(ctx.dp.size)[ctx.dp.rank], layout) for i in (0, 1))
+    if sequence_parallel and ctx.tp.size > 1:
+        rows = SequenceLayout.contiguous(x.shape[1], ctx.tp.size)
+        x, g = ctx.tp.shard(x, rows), ctx.tp.shard(g, rows)
+    model(x, layout).backward(g)
+
+
+@ranks(2, 4)
+def test_c03_a_users_own_parameter_declares_its_rule(rank, world):
+    """C03: under sequence sharding a plain parameter's gradient is a part on each tp rank. Declared, it is the sum."""
+    alone = ParallelContext.single()
+    twin = Scaled(alone, nn.Parameter, False)
+    run_scaled(twin, alone)
+    for sizes in MESHES[world]:
+        ctx = ParallelContext.from_env(*sizes, timeout=60)
+        model = copy.deepcopy(Scaled(ctx, lambda x, ctx=ctx: tpattn.replicated(x, ctx)))
+        run_scaled(model, ctx)
+        finish_gradients(model, check=True)
+        same_gradients(model, twin, ctx)
+        if sizes[2] > 1:
+            model = Scaled(ctx, nn.Parameter)
+            run_scaled(model, ctx)
+            with pytest.raises(TpattnError, match=rf"gradient of scale \[{M}\].*on \[\d\].*tpattn.replicated\(tensor, ctx\)"):
+                finish_gradients(model, check=True)
+            far(model.scale.grad, twin.scale.grad)
+            model = Scaled(ctx, lambda x, ctx=ctx: tpattn.replicated(x, ctx, "same"))
+            run_scaled(model, ctx)
+            with pytest.raises(TpattnError, match="declared .*'same'.*declare it partial"):
+                finish_gradients(model, check=True)
+            model = Scaled(ctx, lambda x, ctx=ctx: tpattn.replicated(x + ctx.tp.rank, ctx))
+            run_scaled(model, ctx)
+            with pytest.raises(TpattnError, match="value of scale.*same initial values"):
+                finish_gradients(model, check=True)
+        model = Scaled(ctx, nn.Parameter, False)
+        run_scaled(model, ctx, False)
+        finish_gradients(model, check=True)
+        same_gradients(model, twin, ctx)
+        ctx.close()
+
+
+@ranks(2)
+def test_a_declared_parameter_keeps_its_rule_and_refuses_what_it_cannot_be(rank, world):
+    import pickle
+
+    ctx = ParallelContext.from_env(tp=2, timeout=60)
+    scale = tpattn.replicated(torch.ones(3), ctx)
+    for other in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+        assert type(other) is type(scale) and other.rule == "partial" and torch.equal(other, scale) and other is not scale
+    module = nn.Module()
+    module.scale = scale
+    assert dict(module.double().named_parameters())["scale"].rule == "partial" and module.scale.dtype == F64
+    with pytest.raises(Unsupported, match="grad='sum' must be partial"):
+        tpattn.replicated(torch.ones(3), ctx, "sum")
+    with pytest.raises(Unsupported, match="floating-point"):
+        tpattn.replicated(torch.ones(3, dtype=torch.int64), ctx)
+    ctx.close()

@@ -21,7 +21,7 @@ from tpattn.loss import token_mean, vocab_parallel_cross_entropy
 from tpattn.mesh import ParallelContext
 from tpattn.model import Transformer
 from tpattn.norm import LayerNorm, RMSNorm
-from tpattn.params import load_whole_state_dict, param_groups, whole_state_dict
+from tpattn.params import load_whole_state_dict, param_groups, replicated, whole_state_dict
 from tpattn.products import (
     FullMultiplication,
     LeftTransposeMultiplication,
@@ -81,6 +81,7 @@ __all__ = [
     "load_whole_state_dict",
     "masks",
     "param_groups",
+    "replicated",
     "row_linear",
     "save",
     "sequence_attention",

@@ -12,12 +12,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpattn import comm
 from tpattn.errors import TpattnError, Unsupported
 from tpattn.mesh import ParallelContext
-from tpattn.params import ShardedModule, gradient_state, require_finished, sharded_parameters, to_local, track
+from tpattn.params import (
+    ReplicatedParameter,
+    ShardedModule,
+    gradient_state,
+    require_finished,
+    sharded_parameters,
+    to_local,
+    track,
+)
 
+_COPIES_APART = 1e-5  # largest difference of copies that counts as rounding, as a share of the largest value
 _BUCKET = 1 << 25  # bytes of gradients that are summed in one message
 
 
-def finish_gradients(model: nn.Module) -> None:
+def finish_gradients(model: nn.Module, check: bool = False) -> None:
     """Complete every gradient of `model`: sum this rank's parts over the ranks that saw other tokens or other heads.
 
     Call it once per step, after the last backward and before clipping. Gradients partial over tp (norms under sequence_parallel)
@@ -25,7 +34,10 @@ def finish_gradients(model: nn.Module) -> None:
     over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero there, one missing everywhere stays None.
     A second call does nothing.
 
-    raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete
+    check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
+                divided; costs a gather of each, for a first step or a test
+    raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
+                when copies differ: the parameter, the ranks, and how to declare it
                 Unsupported for a model without a tpattn layer
     """
     ctx, rules = _rules(model)
@@ -50,6 +62,34 @@ def finish_gradients(model: nn.Module) -> None:
         state = gradient_state(p)
         assert state is not None
         state.finish(p.grad)
+    if check and ctx.tp.size > 1:
+        _check_copies(model, ctx)
+
+
+@torch.no_grad()
+def _check_copies(model: nn.Module, ctx: ParallelContext) -> None:
+    """Raise TpattnError, on every tp rank, naming the first parameter whose copies on tp ranks differ in value or gradient."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements):
+            continue
+        for what, x in (("value", p), ("gradient", torch.zeros_like(p) if p.grad is None else p.grad)):
+            own = to_local(x.detach())
+            copies = comm.all_gather(own, [own.shape] * ctx.tp.size, ctx.tp, direction="backward")
+            scale = max(float(c.abs().max()) for c in copies) if own.numel() else 0.0
+            apart = [float((c - copies[0]).abs().max()) if own.numel() else 0.0 for c in copies]
+            if differ := [r for r, d in zip(ctx.tp.ranks, apart, strict=True) if not d <= _COPIES_APART * scale]:
+                raise TpattnError(
+                    f"finish_gradients: the {what} of {name} {list(p.shape)} should be the same on ranks {list(ctx.tp.ranks)} of "
+                    f"tp, but on {differ} it differs from rank {ctx.tp.ranks[0]} by up to {max(apart):.3g}" + _remedy(p, what)
+                )
+
+
+def _remedy(p: Tensor, what: str) -> str:
+    if what == "value":
+        return "; give it the same initial values on all ranks (seed torch alike before building the model)"
+    if isinstance(p, ReplicatedParameter):
+        return f"; it was declared tpattn.replicated(..., grad={p.rule!r}): each rank's gradient is a part, declare it partial"
+    return "; each rank's gradient is a part: make it tpattn.replicated(tensor, ctx), so that the parts are summed"
 
 
 def _is_finished(p: Tensor) -> bool:
@@ -70,6 +110,9 @@ def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group]]:
     for _, module, key, spec in sharded_parameters(model):
         over_tp = ctx.world if spec.parts in (1, ctx.tp.size) else ctx.split_tp(spec.parts).sums
         rules[id(module.get_parameter(key))] = over_tp if spec.partial else ctx.dp_cp
+    for p in model.parameters():
+        if isinstance(p, ReplicatedParameter):
+            rules[id(p)] = ctx.world if p.rule == "partial" and ctx.tp.size > 1 else ctx.dp_cp
     return ctx, rules
 
 

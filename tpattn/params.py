@@ -137,6 +137,44 @@ class ShardedModule(nn.Module):
         return share if dtype is None or share.dtype == dtype else share.to(dtype)
 
 
+class ReplicatedParameter(nn.Parameter):
+    """A user's own parameter that every tp rank holds, with the rule of its gradient; made by `replicated`."""
+
+    rule: str
+
+    def __new__(cls, data: Tensor, rule: str, requires_grad: bool = True) -> ReplicatedParameter:
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.rule = rule
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedParameter:
+        copy = ReplicatedParameter(self.data.clone(memory_format=torch.preserve_format), self.rule, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ReplicatedParameter, (self.data, self.rule, self.requires_grad)
+
+
+def replicated(tensor: Tensor, ctx: ParallelContext, grad: str = "partial") -> nn.Parameter:
+    """A parameter of your own that every tp rank holds whole: `self.scale = tpattn.replicated(torch.ones(8), ctx)`.
+
+    tensor      initial values, the same on every rank
+    grad        "partial": tp ranks use it on other tokens or heads (under sequence_parallel, say), so the gradient of each is a
+                part, which `finish_gradients` sums over the whole mesh. "same": all tp ranks compute the same gradient, which is
+                summed over dp x cp alone, as that of a plain parameter
+    returns     a plain parameter to compute with; deepcopy and pickle keep its rule
+    raises      Unsupported for another word, or what is no floating-point tensor
+    """
+    if grad not in ("partial", "same"):
+        raise Unsupported(f"replicated: grad={grad!r} must be partial (each tp rank has a part) or same")
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or not tensor.is_floating_point():
+        raise Unsupported(f"replicated needs a plain floating-point tensor, got {type(tensor).__name__}")
+    parameter = ReplicatedParameter(tensor.detach().clone(), grad)
+    track(parameter, ctx)
+    return parameter
+
+
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or one from its name in a config ("float64").
 
