@@ -202,6 +202,25 @@ def test_lengths_are_agreed_when_no_layout_is_given(rank, world):
                 close(x.grad, g[:, p])
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block(rank, world, reentrant):
+    """cp=2, and cp=2 x tp=2: checkpointed as a whole, a block equals the undivided one."""
+    x, g, alone = seeded(B, T, 32, seed=0), seeded(B, T, 32, seed=1), ParallelContext.single()
+    everyone, whole = torch.arange(T), SequenceLayout.contiguous(T, 1)
+    want = output_and_gradients(block(alone, torch.float64), x, everyone, whole, g, False)
+    with ParallelContext.from_env(cp=2, tp=world // 2, timeout=60) as ctx:
+        layout, model = SequenceLayout.zigzag(T, 2), block(ctx, torch.float64)
+
+        def call(x, mask, layout):
+            return checkpoint(lambda x: model(x, mask=mask, layout=layout), x, use_reentrant=reentrant)
+
+        p = layout.positions(ctx.cp.rank)
+        got = output_and_gradients(model, x, p, layout, g, False, call)
+        close(got[:2], [a[:, p] for a in want[:2]])
+        close(got[2:], want[2:])
+
+
 # ---- autocast --------------------------------------------------------------------------------------------------------------
 
 
@@ -228,11 +247,11 @@ def block(ctx, dtype, norm="rmsnorm", **options):
     return TransformerBlock(32, 4, 2, norm=norm, ctx=ctx, dtype=dtype, **options)
 
 
-def output_and_gradients(model, x, p, layout, g, autocast):
+def output_and_gradients(model, x, p, layout, g, autocast, call=None):
     """Of a block under autocast (or not), on this rank's positions p: [out, dx, the whole gradient of every weight]."""
     x = x[:, p].clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        out = model(x, mask=masks.causal(), layout=layout)
+        out = (call or model)(x, mask=masks.causal(), layout=layout)
     out.backward(g[:, p].to(out.dtype))
     finish_gradients(model)
     return [out.detach(), x.grad, *(getattr(w.grad, "full_tensor", lambda w=w: w.grad)() for w in model.parameters())]

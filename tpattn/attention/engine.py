@@ -201,7 +201,7 @@ def _check_changes(
         raise Unsupported(f"softcap={softcap!r} must be a positive number, or None")
     for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != (q.shape[2],) or not x.is_floating_point()):
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise Unsupported(f"{name} must be a float tensor [H] = [{q.shape[2]}], got {got}")
     if dropout is not None:
         p, key = dropout if isinstance(dropout, (tuple, list)) and len(dropout) == 2 else (dropout, None)
