@@ -1,6 +1,11 @@
-"""What the tests compare with: `close`, its counterpart `far`, and `seeded`, which makes the same tensor on every rank."""
+"""What the tests compare with: `close`, its counterpart `far`, and `seeded`, which makes the same tensor on every rank.
+
+Also `every_way`: the options of sequence_attention that must not change its numbers.
+"""
 
 import torch
+
+from tpattn import AttentionGrid
 
 # dtype of what was computed -> (tolerance, floor). The tolerance is relative to the largest value of what is wanted; where that
 # is below the floor, values are what is left of terms of size one that cancelled, and the floor takes its place.
@@ -47,6 +52,13 @@ def seeded(*shape, seed, dtype=torch.float64):
     if not dtype.is_floating_point and not dtype.is_complex:
         return torch.randint(-9, 10, shape, generator=generator).to(dtype)
     return torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+
+
+def every_way(n):
+    """Each grid of n ranks with exchange, and with rotate where keys travel: keyword arguments of sequence_attention."""
+    grids = AttentionGrid.all_of(n)
+    ways = [{"grid": grid, "transport": "exchange"} for grid in grids]
+    return ways + [{"grid": grid, "transport": "rotate"} for grid in grids if grid.ring > 1]
 
 
 def _compare(got, want, tol):

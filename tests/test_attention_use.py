@@ -1,13 +1,13 @@
-"""How sequence_attention behaves in a program: what it refuses, under no_grad and checkpointing, twice in one graph, in parts."""
+"""How sequence_attention behaves in a program: without gradient, checkpointed, twice in one graph, under autocast, compiled."""
 
 import pytest
 import torch
-from helpers import close, far, seeded
+from helpers import close, every_way, far, seeded
 from oracle import attention_and_gradients
 from pool import ranks
 from torch.utils.checkpoint import checkpoint
 
-from tpattn import AttentionGrid, ParallelContext, SequenceLayout, Unsupported, ledger, masks, sequence_attention
+from tpattn import ParallelContext, SequenceLayout, TransformerBlock, finish_gradients, ledger, masks, sequence_attention
 
 T, B, H, K, D = 11, 2, 4, 2, 8
 
@@ -20,66 +20,7 @@ def problem(seed=0, dtype=torch.float64):
 CAUSAL = torch.ones(T, T, dtype=torch.bool).tril()
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------------
-
-LAYOUT = SequenceLayout.zigzag(8, 2)
-Q, KV = torch.ones(2, 4, 4, 6), torch.ones(2, 4, 2, 6)
-REFUSED = {
-    "rotat": ({"transport": "rotat"}, ["transport='rotat'", "exchange", "rotate"]),
-    "transport": ({"transport": None}, ["transport=None"]),
-    "bool tensor": ({"mask": torch.ones(4, 8, dtype=torch.bool)}, ["Tensor", "masks.dense(x)", "masks.padding"]),
-    "additive": ({"mask": torch.zeros(4, 8)}, ["Tensor", "additive"]),
-    "word": ({"mask": "causal"}, ["str", "tpattn.masks"]),
-    "dense rows": ({"mask": masks.dense(torch.ones(8, 8, dtype=torch.bool))}, ["[1, 1, 8, 8]", "t=4", "ctx.cp.shard"]),
-    "dense columns": ({"mask": masks.dense(torch.ones(4, 4, dtype=torch.bool))}, ["S=8"]),
-    "dense heads": ({"mask": masks.dense(torch.ones(2, 2, 4, 8, dtype=torch.bool))}, ["H=4"]),
-    "padding": ({"mask": masks.padding(torch.ones(2, 4, dtype=torch.bool))}, ["[2, 8]"]),
-    "documents": ({"mask": masks.documents([9])}, ["sum to 9", "8 keys"]),
-    "document lists": ({"mask": masks.documents([[8], [8], [8]])}, ["3 lists", "batch of 2"]),
-    "layout n": ({"layout": SequenceLayout.zigzag(8, 4)}, ["4 ranks", "cp=2", "n=2"]),
-    "layout T": ({"layout": SequenceLayout.zigzag(16, 2)}, ["q has 4 tokens", "8 of 16", "ctx.cp.shard"]),
-    "kv layout n": ({"kv_layout": SequenceLayout.contiguous(8, 3)}, ["kv_layout", "3 ranks"]),
-    "kv layout T": ({"kv_layout": SequenceLayout.contiguous(12, 2)}, ["k has 4 tokens", "6 of 12"]),
-    "no layout": ({"layout": "zigzag"}, ["layout", "str", "SequenceLayout"]),
-    "no kv layout": ({"kv_layout": [4, 4]}, ["kv_layout", "list", "SequenceLayout"]),
-    "grid": ({"grid": AttentionGrid(3)}, ["ulysses=3", "cp=2", "1, 2"]),
-    "grid word": ({"grid": "ring"}, ["grid='ring'", "auto"]),
-    "kernel": ({"kernel": "flash"}, ["kernel='flash'", "auto, cpu_flash", "math"]),
-    "scale": ({"scale": "half"}, ["scale='half'"]),
-    "nan scale": ({"scale": float("nan")}, ["scale=nan"]),
-    "heads": ({"k": torch.ones(2, 4, 3, 6), "v": torch.ones(2, 4, 3, 6)}, ["divide", "[2, 4, 3, 6]"]),
-    "widths": ({"k": torch.ones(2, 4, 2, 5)}, ["[2, 4, 2, 5]"]),
-    "key lengths": ({"v": torch.ones(2, 3, 2, 6)}, ["v [2, 3, 2, 6]"]),
-    "batch": ({"k": torch.ones(1, 4, 2, 6), "v": torch.ones(1, 4, 2, 6)}, ["k [1, 4, 2, 6]"]),
-    "dimensions": ({"q": torch.ones(2, 4, 24)}, ["q must be [B, tokens, heads, head_dim]", "[2, 4, 24]"]),
-    "no heads": ({"q": torch.ones(2, 4, 0, 6)}, ["[2, 4, 0, 6]"]),
-    "mixed dtypes": ({"v": torch.ones(2, 4, 2, 6, dtype=torch.float64)}, ["float32", "float64", "for v"]),
-    "integers": ({name: torch.ones(2, 4, 2, 6, dtype=torch.int64) for name in "qkv"}, ["int64", "bfloat16"]),
-    "no tensor": ({"q": [1.0]}, ["q", "list"]),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("agreed", [False, True])
-def test_what_is_refused_is_refused_on_every_rank_before_anything_is_sent(rank, world, agreed):
-    """One ValueError with what was given and what works. Without a layout the lengths are agreed first, no more is sent."""
-    with ParallelContext.from_env(cp=2, timeout=30) as ctx:
-        for name, (changes, words) in REFUSED.items():
-            if agreed and "layout" in name:
-                continue
-            given = {"q": Q, "k": KV, "v": KV, **({} if agreed else {"layout": LAYOUT}), **changes}
-            with ledger() as book, pytest.raises(Unsupported) as error:
-                sequence_attention(ctx=ctx, **given)
-            assert all(word in str(error.value) for word in words), f"{name}: {error.value}"
-            needs_lengths = agreed and name.partition(" ")[0] in ("dense", "padding", "documents", "document")
-            assert [m.operation for m in book.messages] == ["all_gather"] * needs_lengths, name
-
-
 # ---- graphs ----------------------------------------------------------------------------------------------------------------
-
-
-def each_grid(n):
-    return [*AttentionGrid.all_of(n), "auto"]
 
 
 @ranks(2, 4)
@@ -92,8 +33,8 @@ def test_without_gradient(rank, world, remat):
     want = attention_and_gradients(*inputs, CAUSAL)[0][:, p]
     q, k, v = (x[:, p].requires_grad_() for x in inputs[:3])
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
-        for grid in each_grid(world):
-            options = {"ctx": ctx, "mask": masks.causal(), "layout": layout, "grid": grid, "remat": remat}
+        for way in every_way(world):
+            options = {"ctx": ctx, "mask": masks.causal(), "layout": layout, **way, "remat": remat}
             for block in (torch.no_grad, torch.inference_mode):
                 with block(), ledger() as book:
                     out = sequence_attention(q, k, v, **options)
@@ -110,10 +51,10 @@ def test_some_inputs_need_no_gradient(rank, world):
     p = layout.positions(rank)
     want = [x[:, p] for x in attention_and_gradients(*inputs, CAUSAL)[2:]]
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
-        for grid in each_grid(world):
+        for way in every_way(world):
             for which in range(1, 8):
                 leaves = [x[:, p].clone().requires_grad_(bool(which >> i & 1)) for i, x in enumerate(inputs[:3])]
-                out = sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, grid=grid)
+                out = sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, **way)
                 out.backward(inputs[3][:, p])
                 for x, g in zip(leaves, want, strict=True):
                     assert x.requires_grad or x.grad is None
@@ -138,9 +79,9 @@ def test_twice_in_one_graph(rank, world, remat):
     layout = SequenceLayout.zigzag(T, world)
     p = layout.positions(rank)
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
-        for grid in each_grid(world):
+        for way in every_way(world):
             mine = x_whole[:, p].clone().requires_grad_()
-            options = {"ctx": ctx, "mask": masks.causal(), "layout": layout, "grid": grid, "remat": remat}
+            options = {"ctx": ctx, "mask": masks.causal(), "layout": layout, **way, "remat": remat}
             first = sequence_attention(mine, mine, mine, **options)
             out = sequence_attention(first, mine, first, **options)
             out.backward(g[:, p])
@@ -155,10 +96,10 @@ def test_two_calls_may_be_backwarded_in_any_order_and_again(rank, world):
     p = layout.positions(rank)
     want = attention_and_gradients(*inputs)
     with ParallelContext.from_env(cp=2, timeout=60) as ctx:
-        for grid in each_grid(2):
+        for way in every_way(2):
             q, k, v = (x[:, p].clone().requires_grad_() for x in inputs[:3])
-            a = sequence_attention(q, k, v, ctx=ctx, layout=layout, grid=grid)
-            b = sequence_attention(q, k, v, ctx=ctx, layout=layout, grid=grid)
+            a = sequence_attention(q, k, v, ctx=ctx, layout=layout, **way)
+            b = sequence_attention(q, k, v, ctx=ctx, layout=layout, **way)
             for out in (a, b, b, a):
                 got = torch.autograd.grad(out, (q, k, v), inputs[3][:, p], retain_graph=True)
                 for mine, theirs in zip(got, want[2:], strict=True):
@@ -166,16 +107,16 @@ def test_two_calls_may_be_backwarded_in_any_order_and_again(rank, world):
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("remat", [False, True])
-def test_activation_checkpointing(rank, world, remat):
+@pytest.mark.parametrize(("remat", "reentrant"), [(False, False), (True, False), (False, True)])
+def test_activation_checkpointing(rank, world, remat, reentrant):
     """torch.utils.checkpoint around the call: recomputed in backward, the same numbers; its messages are counted both times."""
     inputs, layout = problem(), SequenceLayout.zigzag(T, world)
     p = layout.positions(rank)
     want = attention_and_gradients(*inputs, CAUSAL)
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
-        for grid in each_grid(world):
-            def call(q, k, v, grid=grid):
-                return sequence_attention(q * 1.0, k, v, ctx=ctx, mask=masks.causal(), layout=layout, grid=grid, remat=remat)
+        for way in every_way(world):
+            def call(q, k, v, way=way):
+                return sequence_attention(q * 1.0, k, v, ctx=ctx, mask=masks.causal(), layout=layout, **way, remat=remat)
 
             leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
             with ledger() as plain:
@@ -183,13 +124,29 @@ def test_activation_checkpointing(rank, world, remat):
             grads = [x.grad for x in leaves]
             leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
             with ledger() as twice:
-                out = checkpoint(call, *leaves, use_reentrant=False)
+                out = checkpoint(call, *leaves, use_reentrant=reentrant)
                 out.backward(inputs[3][:, p])
             close(out, want[0][:, p])
             for x, g, theirs in zip(leaves, grads, want[2:], strict=True):
                 close(x.grad, g, 0)
                 close(g, theirs[:, p])
             assert twice.bytes() == plain.bytes() + plain.bytes(direction="forward")
+
+
+@ranks(2, 4)
+def test_gradients_of_two_micro_batches_add_up(rank, world):
+    """A backward for each sequence of the batch leaves in .grad what one backward for both does."""
+    inputs, layout = problem(), SequenceLayout.zigzag(T, world)
+    p = layout.positions(rank)
+    want = attention_and_gradients(*inputs, CAUSAL)[2:]
+    with ParallelContext.from_env(cp=world, timeout=60) as ctx:
+        for way in every_way(world):
+            leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
+            for b in range(B):
+                out = sequence_attention(*(x[b : b + 1] for x in leaves), ctx=ctx, mask=masks.causal(), layout=layout, **way)
+                out.backward(inputs[3][b : b + 1, p])
+            for x, g in zip(leaves, want, strict=True):
+                close(x.grad, g[:, p])
 
 
 @ranks(2)
@@ -199,10 +156,10 @@ def test_lse_comes_without_gradient_and_writing_into_results_is_noticed(rank, wo
     p = layout.positions(rank)
     want = attention_and_gradients(*inputs, CAUSAL)[1]
     with ParallelContext.from_env(cp=2, timeout=60) as ctx:
-        for grid in each_grid(2):
+        for way in every_way(2):
             for which in (0, 1):
                 leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
-                results = sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, grid=grid, return_lse=True)
+                results = sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, **way, return_lse=True)
                 close(results[1], want[:, p])
                 assert results[1].shape == (B, p.numel(), H) and not results[1].requires_grad
                 keep = results[0].sum()
@@ -218,10 +175,10 @@ def test_an_upstream_gradient_of_zero_and_of_one_number(rank, world):
     inputs, layout = problem(), SequenceLayout.zigzag(T, 2)
     p = layout.positions(rank)
     with ParallelContext.from_env(cp=2, timeout=60) as ctx:
-        for grid in each_grid(2):
+        for way in every_way(2):
             for factor in (1.0, 0.0):
                 leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
-                (sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, grid=grid) * factor).sum().backward()
+                (sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, **way) * factor).sum().backward()
                 want = attention_and_gradients(*inputs[:3], torch.full_like(inputs[3], factor), CAUSAL)[2:]
                 for x, g in zip(leaves, want, strict=True):
                     close(x.grad, g[:, p])
@@ -243,6 +200,157 @@ def test_lengths_are_agreed_when_no_layout_is_given(rank, world):
             close(out, want[0][:, p])
             for x, g in zip(leaves, want[2:], strict=True):
                 close(x.grad, g[:, p])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block(rank, world, reentrant):
+    """cp=2, and cp=2 x tp=2: checkpointed as a whole, a block equals the undivided one."""
+    x, g, alone = seeded(B, T, 32, seed=0), seeded(B, T, 32, seed=1), ParallelContext.single()
+    everyone, whole = torch.arange(T), SequenceLayout.contiguous(T, 1)
+    want = output_and_gradients(block(alone, torch.float64), x, everyone, whole, g, False)
+    with ParallelContext.from_env(cp=2, tp=world // 2, timeout=60) as ctx:
+        layout, model = SequenceLayout.zigzag(T, 2), block(ctx, torch.float64)
+
+        def call(x, mask, layout):
+            return checkpoint(lambda x: model(x, mask=mask, layout=layout), x, use_reentrant=reentrant)
+
+        p = layout.positions(ctx.cp.rank)
+        got = output_and_gradients(model, x, p, layout, g, False, call)
+        close(got[:2], [a[:, p] for a in want[:2]])
+        close(got[2:], want[2:])
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+def test_autocast_leaves_attention_in_the_dtype_it_is_given(rank, world):
+    """float32 in, the bits of float32 out, forward and backward, also with backward inside; products in bfloat16 are far."""
+    inputs, layout = problem(dtype=torch.float32), SequenceLayout.zigzag(T, world)
+    p = layout.positions(rank)
+    with ParallelContext.from_env(cp=world, timeout=60) as ctx:
+        for way in every_way(world):
+            got = []
+            for enabled in (False, True):
+                leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    out = sequence_attention(*leaves, ctx=ctx, mask=masks.causal(), layout=layout, kernel="math", **way)
+                    out.backward(inputs[3][:, p])
+                got.append([out.detach(), *(x.grad for x in leaves)])
+            close(got[1], got[0], 0)
+
+
+def block(ctx, dtype, norm="rmsnorm", **options):
+    """A block with the weights of seed 0, on any mesh."""
+    torch.manual_seed(0)
+    return TransformerBlock(32, 4, 2, norm=norm, ctx=ctx, dtype=dtype, **options)
+
+
+def output_and_gradients(model, x, p, layout, g, autocast, call=None):
+    """Of a block under autocast (or not), on this rank's positions p: [out, dx, the whole gradient of every weight]."""
+    x = x[:, p].clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = (call or model)(x, mask=masks.causal(), layout=layout)
+    out.backward(g[:, p].to(out.dtype))
+    finish_gradients(model)
+    return [out.detach(), x.grad, *(getattr(w.grad, "full_tensor", lambda w=w: w.grad)() for w in model.parameters())]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_block_under_autocast_errs_as_the_undivided_one(rank, world, norm, tp):
+    """bfloat16 autocast of a float32 block: output, input and weight gradients err at most twice as much as undivided."""
+    x, g, alone = seeded(B, T, 32, seed=0), seeded(B, T, 32, seed=1), ParallelContext.single()
+    everyone, whole = torch.arange(T), SequenceLayout.contiguous(T, 1)
+    want = output_and_gradients(block(alone, torch.float64, norm), x, everyone, whole, g, False)
+    serial = output_and_gradients(block(alone, torch.float32, norm), x.float(), everyone, whole, g, True)
+    with ParallelContext.from_env(cp=world // tp, tp=tp, timeout=60) as ctx:
+        layout = SequenceLayout.zigzag(T, ctx.cp.size)
+        p = layout.positions(ctx.cp.rank)
+        got = output_and_gradients(block(ctx, torch.float32, norm), x.float(), p, layout, g, True)
+        assert got[0].dtype == serial[0].dtype == torch.float32
+        assert sum(a.abs().max() for a in got[1:]) > 0
+        for i, (mine, theirs, right) in enumerate(zip(got, serial, want, strict=True)):
+            error, allowed = ((a.double() - b).abs().max() for a, b in ((mine, right[:, p] if i < 2 else right), (theirs, right)))
+            assert allowed > 1e-5 and error <= 2 * allowed, f"{i}: {error} > 2 x {allowed}"
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(call, **options):
+    """`call` compiled by aot_eager, and a function that gives the reasons of its graph breaks so far."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+
+    def reasons():
+        assert counters["stats"]["unique_graphs"] > 1       # what stands around the breaks is compiled
+        return list(counters["graph_break"])
+
+    return torch.compile(call, backend="aot_eager", **options), reasons
+
+
+@ranks(2)
+def test_a_compiled_function_breaks_its_graph_at_attention_only(rank, world):
+    """torch.compile of a function around sequence_attention: the same numbers; fullgraph=True says by name what it cannot be."""
+    inputs, layout = problem(), SequenceLayout.zigzag(T, world)
+    p = layout.positions(rank)
+    want = attention_and_gradients(*inputs, CAUSAL)
+    with ParallelContext.from_env(cp=world, timeout=60) as ctx:
+        def call(q, k, v):
+            return sequence_attention(q * 0.5, k * 2.0, v, ctx=ctx, mask=masks.causal(), layout=layout) + 0.0
+
+        function, reasons = compiled(call)
+        leaves = [x[:, p].clone().requires_grad_() for x in inputs[:3]]
+        out = function(*leaves)
+        out.backward(inputs[3][:, p])
+        close(out, want[0][:, p])
+        for x, g in zip(leaves, want[2:], strict=True):
+            close(x.grad, g[:, p])
+        assert reasons() and all("tpattn.sequence_attention sends messages" in reason for reason in reasons())
+        function, _ = compiled(call, fullgraph=True)
+        with ledger() as book, pytest.raises(torch._dynamo.exc.Unsupported, match=r"tpattn\.sequence_attention sends messages"):
+            function(*leaves)
+        assert not book.messages
+
+
+def check_compiled_block(layout, where, **sizes):
+    """A compiled block equals the undivided one, and its graph breaks at the functions named in `where`, nowhere else."""
+    x, g, alone = seeded(B, T, 32, seed=0), seeded(B, T, 32, seed=1), ParallelContext.single()
+    everyone, whole = torch.arange(T), SequenceLayout.contiguous(T, 1)
+    want = output_and_gradients(block(alone, torch.float64), x, everyone, whole, g, False)
+    with ParallelContext.from_env(**sizes, timeout=60) as ctx:
+        p = (layout or SequenceLayout.contiguous(T, 2)).positions(ctx.cp.rank)
+        model = block(ctx, torch.float64)
+        model.compile(backend="aot_eager")
+        _, reasons = compiled(model)
+        got = output_and_gradients(model, x, p, layout, g, False)
+        close(got[:2], [a[:, p] for a in want[:2]])
+        close(got[2:], want[2:])
+        at = {name: [r for r in reasons() if f"tpattn.{name} sends messages" in r] for name in where}
+        assert all(at.values()), f"no break at {where}"
+        assert sum(map(len, at.values())) == len(reasons()), "\n".join(reasons())
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [SequenceLayout.zigzag(T, 2), None])
+def test_a_compiled_block_breaks_its_graph_at_attention_only(rank, world, layout):
+    """cp=2, with a layout; without one also where lengths are agreed."""
+    check_compiled_block(layout, ["sequence_attention"] if layout else ["sequence_attention", "_agree"], cp=2)
+
+
+@ranks(4)
+@pytest.mark.long
+def test_a_compiled_block_on_cp_and_tp_breaks_its_graph_at_messages_only(rank, world):
+    check_compiled_block(SequenceLayout.zigzag(T, 2), ["sequence_attention", "_apply"], cp=2, tp=2)
+
+
+# ---- no ranks, no layout ---------------------------------------------------------------------------------------------------
 
 
 def test_one_process_is_ordinary_attention():

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,23 @@ def group_of(group: Any = None, name: str = "group") -> Group:
     return Group(name, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group, device)
 
 
+# ---- torch.compile ---------------------------------------------------------------------------------------------------------
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """`function`, at which torch.compile breaks its graph: it is called as it stands, with all that it calls.
+
+    Traced messages crash, or give other numbers in silence (torch 2.13). The public `torch.compiler.disable` would load the
+    compiler, half a second, with `import tpattn`; torch's own form does so at the first call, as optimizers and DTensors do.
+    """
+    call = torch._disable_dynamo(function)
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = f"tpattn.{function.__name__} sends messages"  # type: ignore[attr-defined]
+    return cast(Function, call)
+
+
 # ---- the ledger and the one function that every message passes -------------------------------------------------------------
 
 
@@ -146,7 +163,8 @@ def ledger() -> Iterator[Ledger]:
         _open_ledgers[:] = [b for b in _open_ledgers if b is not book]
 
 
-_BETWEEN = {__file__, torch.autograd.function.__file__}  # frames between a caller and `_call`
+_DISABLED = {torch.__file__.replace("__init__.py", name) for name in ("_compile.py", "_dynamo/eval_frame.py")}
+_BETWEEN = {__file__, torch.autograd.function.__file__, *_DISABLED}  # frames between a caller and `_call`
 _asker: ContextVar[str] = ContextVar("tpattn_asker", default="")  # in a backward: the site of its forward
 
 
@@ -367,8 +385,11 @@ def _all_reduce_low(x: Tensor, group: Group, direction: str) -> Tensor:
 
 def agree(values: Sequence[int], group: Group) -> list[list[int]]:
     """Every rank's `values` (int64, the same number of them on each rank), by one small all-gather."""
-    if group.size == 1:
-        return [list(values)]
+    return [list(values)] if group.size == 1 else _agree(values, group)
+
+
+@not_compiled
+def _agree(values: Sequence[int], group: Group) -> list[list[int]]:
     own = torch.tensor(list(values), dtype=torch.int64, device=group.device)
     return [share.tolist() for share in all_gather(own, [[len(values)]] * group.size, group)]
 
@@ -583,14 +604,19 @@ class _Shift(torch.autograd.Function):
         return start_shift(g, group, -by, shape, direction="backward")(), None, None, None
 
 
+@not_compiled
+def _apply(pair: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return pair.apply(*arguments)
+
+
 def replicate(x: Tensor, group: Group) -> Tensor:
     """invariant -> replicate: sends nothing; gradient: all-reduce. In front of a use that differs between ranks."""
-    return x if group.size == 1 else _Replicate.apply(x, group)
+    return x if group.size == 1 else _apply(_Replicate, x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """partial -> invariant: all-reduce; gradient: nothing, each rank already holds the whole one."""
-    return x if group.size == 1 else _Sum.apply(x, group)
+    return x if group.size == 1 else _apply(_Sum, x, group)
 
 
 def gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -600,14 +626,14 @@ def gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None
     """
     if group.size == 1:
         return x
-    return _Gather.apply(x, group, *_share_sizes(x, dim, sizes, group), False)
+    return _apply(_Gather, x, group, *_share_sizes(x, dim, sizes, group), False)
 
 
 def gather_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """shard -> replicate: all-gather; gradient: reduce-scatter. For a whole that each rank uses differently."""
     if group.size == 1:
         return x
-    return _Gather.apply(x, group, *_share_sizes(x, dim, sizes, group), True)
+    return _apply(_Gather, x, group, *_share_sizes(x, dim, sizes, group), True)
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -615,12 +641,12 @@ def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None =
 
     sizes       lengths of the shares along `dim`; None = as equal as can be
     """
-    return x if group.size == 1 else _ReduceScatter.apply(x, group, *_whole_sizes(x, dim, sizes, group))
+    return x if group.size == 1 else _apply(_ReduceScatter, x, group, *_whole_sizes(x, dim, sizes, group))
 
 
 def shard(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """invariant -> shard: sends nothing; gradient: all-gather. A copy of this rank's share of what every rank holds."""
-    return x if group.size == 1 else _Shard.apply(x, group, *_whole_sizes(x, dim, sizes, group))
+    return x if group.size == 1 else _apply(_Shard, x, group, *_whole_sizes(x, dim, sizes, group))
 
 
 def own_piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -649,7 +675,7 @@ def swap_shards(
         return x
     split, pieces = _whole_sizes(x, split, split_sizes, group)
     join, shares = _share_sizes(x, join, join_sizes, group)
-    return _Exchange.apply(x, group, split, pieces, join, shares)
+    return _apply(_Exchange, x, group, split, pieces, join, shares)
 
 
 def shift(x: Tensor, group: Group, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
@@ -659,4 +685,4 @@ def shift(x: Tensor, group: Group, by: int = 1, shape: Sequence[int] | None = No
     """
     if group.size == 1 or by % group.size == 0:
         return x
-    return _Shift.apply(x, group, by, tuple(x.shape if shape is None else shape))
+    return _apply(_Shift, x, group, by, tuple(x.shape if shape is None else shape))

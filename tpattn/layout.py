@@ -24,6 +24,7 @@ class SequenceLayout:
     T        length of the whole sequence
     n        number of ranks that share it
     kind     name of the constructor; for people, nothing depends on it
+    sizes    number of tokens of each rank; may differ, may be 0
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class SequenceLayout:
         """
         self.kind, self.T, self.n, self.block = kind, T, len(shares), block
         self._shares, self._numbers = tuple(shares), numbers
+        self.sizes = tuple(p.numel() for p in shares)  # not a cached property, at whose lock torch.compile breaks its graph
 
     # ---- constructors -------------------------------------------------------------------------------------------------
 
@@ -115,11 +117,6 @@ class SequenceLayout:
     def positions(self, rank: int) -> Tensor:
         """Positions in the whole sequence of the tokens `rank` holds, in local order: [t], int64."""
         return self._shares[rank]
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Number of tokens of each rank; may differ, may be 0."""
-        return tuple(p.numel() for p in self._shares)
 
     @cached_property
     def rank_order(self) -> Tensor:

@@ -191,7 +191,10 @@ class _Documents(Mask):
             )
         for row in self.lengths:
             if sum(row) > S:
-                raise Unsupported(f"masks.documents: lengths sum to {sum(row)} but there are only {S} keys")
+                raise Unsupported(
+                    f"masks.documents: lengths sum to {sum(row)} but there are only {S} keys; give those of the whole sequence, "
+                    "the same on every rank"
+                )
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         los, his = [], []
@@ -256,7 +259,9 @@ class _Padding(Mask):
 
     def check(self, B: int, H: int, t: int, S: int) -> None:
         if self.valid.shape != (B, S):
-            raise Unsupported(f"masks.padding is {list(self.valid.shape)}, needs [B, S] = [{B}, {S}]")
+            raise Unsupported(
+                f"masks.padding is {list(self.valid.shape)}, needs [B, S] = [{B}, {S}]: all keys, the same table on every rank"
+            )
 
     def intervals(self, positions: Tensor, S: int) -> Intervals:
         """The runs of valid keys of each sequence, the same for every row."""
@@ -375,7 +380,10 @@ def allowed(mask: Mask, positions: Tensor, S: int) -> Tensor:
 
 def _mask(value: object) -> Mask:
     if not isinstance(value, Mask):
-        raise Unsupported(f"a mask can be combined with another mask of tpattn.masks only, got {type(value).__name__}")
+        raise Unsupported(
+            f"a mask can be combined with another mask of tpattn.masks only, got {type(value).__name__}; a bool tensor becomes "
+            "masks.dense(x)"
+        )
     return value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ class SharesTokens(Protocol):
         """The ranks that share the tokens of a sequence."""
 
 
+@comm.not_compiled
 def sequence_attention(
     q: Tensor,
     k: Tensor,
@@ -78,7 +80,8 @@ def sequence_attention(
     k, v        [B, s, K, D], [B, s, K, Dv]   K divides H: query head i reads key head i // (H // K), unless kv_heads says
     mask        which (query, key) pairs of global positions count; None = all. See `tpattn.masks`
     layout      which positions each rank holds; None = contiguous, the lengths agreed by one small all-gather
-    kv_layout   the same for the keys; None = `layout`
+    kv_layout   the same for the keys; None = `layout`. With neither, keys that are on every rank as long as all queries together
+                are taken for a whole that was not cut, and refused; whole keys of another length look like shares
     grid        how cp is factorised; "auto" keeps the work even, then sends least
     transport   exchange: keys come in one exact-size all-to-all, all at once; rotate: they pass around the ring in steps, each
                 overlapped with the work on the one before, two blocks held at a time. "auto" is exchange
@@ -98,6 +101,8 @@ def sequence_attention(
                 A row that may read no key gives 0, lse -inf and gradient 0
     raises      Unsupported, before anything is sent, for shapes, layouts, masks or options that do not fit (without a layout
                 the lengths are agreed before a mask can be checked against them)
+    compile     torch.compile breaks its graph here and calls this function as it stands
+    autocast    q, k and v are computed with in the dtype they have, as `ParallelSelfAttention` casts them
     source      online softmax: Milakov and Gimelshein, arXiv:1805.02867; blockwise over ranks: Liu et al., arXiv:2310.01889
     """
     _check_tensors(q, k, v, kv_heads)
@@ -154,9 +159,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_heads: Sequence[int] | No
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise Unsupported(f"{name} must be [B, tokens, heads, head_dim], got {got}")
+        if hasattr(x, "to_local"):
+            raise Unsupported(f"{name} is a {type(x).__name__}; pass the plain tensor of this rank, {name}.to_local()")
         if x.dtype != q.dtype or x.device != q.device:
             raise Unsupported(
-                f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}"
+                f"q, k, v must share dtype and device, got {q.dtype} {q.device} for q, {x.dtype} {x.device} for {name}; cast "
+                f"them alike, {name}.to(q) (torch.autocast casts the output of a projection, not that of a norm)"
             )
     B, _, H, D = q.shape
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
@@ -195,15 +203,15 @@ def _agree_tables(table: Tensor, axis: comm.Group) -> None:
 def _check_changes(
     q: Tensor, softcap: float | None, slopes: Tensor | None, sinks: Tensor | None, dropout: tuple[float, RandomKey] | None
 ) -> None:
-    if softcap is not None and not softcap > 0:
-        raise Unsupported(f"softcap={softcap} must be positive, or None")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap < math.inf):
+        raise Unsupported(f"softcap={softcap!r} must be a positive number, or None")
     for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != (q.shape[2],) or not x.is_floating_point()):
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise Unsupported(f"{name} must be a float tensor [H] = [{q.shape[2]}], got {got}")
     if dropout is not None:
-        p, key = dropout
-        if not 0.0 <= p < 1.0 or not isinstance(key, RandomKey):
+        p, key = dropout if isinstance(dropout, (tuple, list)) and len(dropout) == 2 else (dropout, None)
+        if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0 or not isinstance(key, RandomKey):
             raise Unsupported(f"dropout must be (p, RandomKey) with p in [0, 1), got ({p!r}, {type(key).__name__})")
 
 
@@ -218,6 +226,7 @@ def _layouts(
             raise Unsupported(f"{which} {given!r} is for {given.n} ranks but cp={axis.size}; make it with n={axis.size}")
     if layout is None and kv_layout is None:
         lengths = comm.agree([q.shape[1], k.shape[1]], axis)
+        _check_cut(lengths)
         return (SequenceLayout.of_lengths([r[0] for r in lengths]), SequenceLayout.of_lengths([r[1] for r in lengths]))
     if layout is None:
         layout = SequenceLayout.of_lengths([r[0] for r in comm.agree([q.shape[1]], axis)])
@@ -233,6 +242,21 @@ def _layouts(
                 + ("" if name == "q" else ", or pass kv_layout= of its own")
             )
     return layout, kv_layout
+
+
+def _check_cut(lengths: list[list[int]]) -> None:
+    """Refuse keys that every rank holds as a whole: q was cut, k and v were forgotten. `lengths`: [t, s] of each rank.
+
+    Only where lengths show it: as many keys on each rank as queries on all, more than any rank's.
+    """
+    queries, keys = [t for t, _ in lengths], {s for _, s in lengths}
+    T, n = sum(queries), len(lengths)
+    if n > 1 and max(queries) < T and keys == {T}:
+        raise Unsupported(
+            f"each of the {n} ranks of cp has {T} keys, as many as there are queries on all ranks together: k and v are whole "
+            "where shares are due; cut them with ctx.cp.shard(k, layout, dim=1). If they are shares of "
+            f"{n * T} keys, say so with kv_layout=SequenceLayout.contiguous({n * T}, {n})"
+        )
 
 
 def _ascending(layout: SequenceLayout, rank: int) -> Tensor | None:
@@ -504,10 +528,22 @@ class _Ring:
                         place.add_(piece)
 
 
+def _as_given(compute: Callable[..., Any]) -> Any:
+    """A forward or backward with torch.autocast off: products stay in the dtype of q, sums in the wide one."""
+
+    @wraps(compute)
+    def run(node: Any, *tensors: Any) -> Any:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return compute(node, *tensors)
+
+    return run
+
+
 class _SequenceAttention(torch.autograd.Function):
     """shard -> shard: exchange of rows and keys, exchange of partial outputs; gradient: the same two exchanges, mirrored."""
 
     @staticmethod
+    @_as_given
     def forward(
         node: Any, q_BtHD: Tensor, k_BsKD: Tensor, v_BsKE: Tensor, sinks: Tensor | None, run: _Run
     ) -> tuple[Tensor, Tensor]:
@@ -564,6 +600,7 @@ class _SequenceAttention(torch.autograd.Function):
         return out, lse_BtH
 
     @staticmethod
+    @_as_given
     @torch.autograd.function.once_differentiable
     def backward(node: Any, g_BtHE: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = node.run

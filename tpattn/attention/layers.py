@@ -125,7 +125,7 @@ class ParallelSelfAttention(torch.nn.Module):
             positions = layout.positions(self.ctx.cp.rank).to(x.device)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = rotary_angles(positions, self.qkv.head_dim, self.rope_base, wide)
-            q, k = rotate(q, cos, sin).to(x.dtype), rotate(k, cos, sin).to(x.dtype)
+            q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)  # of v: under autocast not that of x
         out = sequence_attention(
             q,
             k,
