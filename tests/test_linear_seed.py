@@ -192,8 +192,10 @@ SIZES = {
     "3 on 4": (lambda c: ColumnParallelLinear(4, 3, ctx=c), ["ColumnParallelLinear", "3", "tp=4", "[1, 1, 1, 0]"]),
     "5 on 4": (lambda c: ColumnParallelLinear(4, 5, ctx=c), ["ColumnParallelLinear", "5", "tp=4", "[2, 2, 1, 0]", "1, 2, 3"]),
     "6 on 4": (lambda c: RowParallelLinear(6, 4, ctx=c), ["RowParallelLinear", "6", "tp=4", "[2, 2, 2, 0]", "7"]),
-    "H=6": (lambda c: QKVParallelLinear(12, 6, ctx=c), ["QKVParallelLinear", "heads", "6", "tp=4"]),
-    "K=2": (lambda c: QKVParallelLinear(16, 8, 2, ctx=c), ["heads", "8", "2", "tp=4", "1, 2"]),
+    "H=5": (lambda c: QKVParallelLinear(15, 5, ctx=c), ["QKVParallelLinear", "5 query heads", "tp=4", "[2, 2, 1, 0]", "1, 2, 3"]),
+    "K=1": (lambda c: QKVParallelLinear(6, 3, 1, ctx=c), ["3 query heads", "1 key-value heads", "tp=4", "1, 2, 3"]),
+    "chunks": (lambda c: ColumnParallelLinear(4, 4, ctx=c, chunks=0), ["chunks=0", "positive integer", "auto"]),
+    "chunks word": (lambda c: RowParallelLinear(4, 4, ctx=c, chunks="many"), ["chunks='many'"]),
     "K not in H": (lambda c: QKVParallelLinear(16, 8, 3, ctx=c), ["num_kv_heads=3", "num_heads=8"]),
     "head_dim": (lambda c: QKVParallelLinear(18, 4, ctx=c), ["hidden=18", "num_heads=4", "head_dim="]),
     "zero": (lambda c: ColumnParallelLinear(0, 4, ctx=c), ["in_features=0"]),
@@ -230,7 +232,7 @@ def test_inputs_that_do_not_fit_are_refused(rank, world):
                  (lambda: whole_row(torch.ones(2, 3)), ["RowParallelLinear", "[.., 6]"]),
                  (lambda: column(torch.ones(())), ["ColumnParallelLinear"]),
                  (lambda: tokens[0](torch.ones(6)), ["[6]", "tokens"]),
-                 (lambda: tokens[1](torch.ones(3)), ["[4]", "tokens"]),
+                 (lambda: tokens[1](torch.ones(3)), ["[3]", "tokens"]),
                  (lambda: tokens[0](torch.ones(1, 2, 6), [3, 1]), ["2", "[3, 1]"])]
         with ledger() as book:
             for call, words in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from tpattn.attention.layers import ParallelSelfAttention, share_layout
 from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid, SequenceLayout
-from tpattn.linear import ColumnParallelLinear, RowParallelLinear, agreed_sizes, check_counts, enter
+from tpattn.linear import ColumnParallelLinear, RowParallelLinear, agreed_sizes, check_counts, column_product
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
 from tpattn.norm import LayerNorm, RMSNorm, check_width
@@ -29,6 +30,7 @@ class ParallelMLP(nn.Module):
     ffn                 inner width F; None = 4 M, or 8 M / 3 rounded up to a multiple of 8 for swiglu (as many weights)
     activation          gelu, relu, silu or swiglu: silu(gate(x)) * up(x)
     sequence_parallel   input and output are token shards over tp; the input is gathered once for gate and up
+    keep_gathered, chunks   as in `ColumnParallelLinear`
     source              GLU variants: Shazeer, arXiv:2002.05202
     """
 
@@ -41,6 +43,8 @@ class ParallelMLP(nn.Module):
         ctx: ParallelContext,
         bias: bool = True,
         sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        chunks: int | str = "auto",
         dtype: torch.dtype | None = None,
         init: Init = "default",
     ) -> None:
@@ -55,13 +59,21 @@ class ParallelMLP(nn.Module):
 
             def column() -> ColumnParallelLinear:
                 return ColumnParallelLinear(
-                    hidden, ffn, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                    hidden,
+                    ffn,
+                    ctx=ctx,
+                    bias=bias,
+                    sequence_parallel=sequence_parallel,
+                    keep_gathered=keep_gathered,
+                    chunks=chunks,
+                    dtype=dtype,
+                    init=init,
                 )
 
             self.gate = column() if activation == "swiglu" else None
             self.up = column()
             self.down = RowParallelLinear(
-                ffn, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                ffn, hidden, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, chunks=chunks, dtype=dtype, init=init
             )
         finish_init(self, ctx)
 
@@ -69,9 +81,12 @@ class ParallelMLP(nn.Module):
         """x [.., M], the same on every tp rank (a token shard with sequence_parallel) -> the same shape."""
         check_width(self, x, self.up.in_features)
         token_sizes = agreed_sizes(self, x, token_sizes)
-        x = enter(x, self.ctx.tp, self.sequence_parallel, token_sizes)
-        act, up = _ACTIVATIONS[self.activation], self.up.project(x)
-        return self.down(act(up) if self.gate is None else act(self.gate.project(x)) * up, token_sizes)
+        columns = [self.up] if self.gate is None else [self.up, self.gate]
+        weights = [column.weight_and_bias(x.dtype) for column in columns]
+        options: Any = {"keep": self.up.keep_gathered, "chunks": self.up.chunks}
+        up, *gate = column_product(x, weights, self.ctx.tp, self.sequence_parallel, token_sizes, **options)
+        act = _ACTIVATIONS[self.activation]
+        return self.down(act(gate[0]) * up if gate else act(up), token_sizes)
 
 
 class TransformerBlock(nn.Module):
@@ -83,6 +98,7 @@ class TransformerBlock(nn.Module):
     dropout             of the two residual branches, while training; forward then needs a key
     attention_dropout   of the softmax weights, while training; forward then needs a key
     sequence_parallel   input and output are token shards over tp: the rows of x divide by tensor_split
+    keep_gathered, chunks   as in `ColumnParallelLinear`
     """
 
     def __init__(
@@ -106,6 +122,8 @@ class TransformerBlock(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        chunks: int | str = "auto",
         dtype: torch.dtype | None = None,
         init: Init = "default",
     ) -> None:
@@ -132,12 +150,23 @@ class TransformerBlock(nn.Module):
                 transport=transport,
                 kernel=kernel,
                 sequence_parallel=sequence_parallel,
+                keep_gathered=keep_gathered,
+                chunks=chunks,
                 dtype=dtype,
                 init=init,
             )
             self.mlp_norm = _NORMS[norm](hidden, ctx=ctx, sequence_parallel=sequence_parallel, dtype=dtype)
             self.mlp = ParallelMLP(
-                hidden, ffn, activation, ctx=ctx, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                hidden,
+                ffn,
+                activation,
+                ctx=ctx,
+                bias=bias,
+                sequence_parallel=sequence_parallel,
+                keep_gathered=keep_gathered,
+                chunks=chunks,
+                dtype=dtype,
+                init=init,
             )
         finish_init(self, ctx)
 

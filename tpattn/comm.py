@@ -358,29 +358,35 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+def start_all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "forward") -> Callable[[], Tensor]:
+    """Start an all-reduce; wait() gives what `all_reduce` gives."""
+    x = x.detach()
+    if group.size == 1:
+        return lambda: x.clone()
+    if op == "sum" and x.dtype in (torch.bfloat16, torch.float16):
+        flat = x.contiguous().view(-1)
+        sizes = split_sizes(flat.numel(), group.size)
+        sums = start_reduce_scatter(flat.split(sizes), group, direction=direction)
+        return lambda: torch.cat(all_gather(sums(), [[s] for s in sizes], group, direction=direction)).view(x.shape)
+    total = x.resolve_conj().clone(memory_format=torch.contiguous_format)
+    received = 2 * (group.size - 1) * total.numel() * total.element_size() // group.size
+    reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+    work = _call("all_reduce", group, direction, received, lambda: dist.all_reduce(total, reduction, group.group, async_op=True))
+
+    def wait() -> Tensor:
+        work()
+        return total
+
+    return wait
+
+
 def all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "forward") -> Tensor:
     """The sum (or max, min) of x over the group, as a new tensor, bit-equal on all ranks. Without a gradient.
 
     A nan survives a sum; gloo's max and min may drop it (torch 2.13).
     Sums in low precision travel as exchange, float32 sum and all-gather: the same bytes, rounded once per direction.
     """
-    x = x.detach()
-    if group.size == 1:
-        return x.clone()
-    if op == "sum" and x.dtype in (torch.bfloat16, torch.float16):
-        return _all_reduce_low(x, group, direction)
-    total = x.resolve_conj().clone(memory_format=torch.contiguous_format)
-    received = 2 * (group.size - 1) * total.numel() * total.element_size() // group.size
-    reduction = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-    _call("all_reduce", group, direction, received, lambda: dist.all_reduce(total, reduction, group.group, async_op=True))()
-    return total
-
-
-def _all_reduce_low(x: Tensor, group: Group, direction: str) -> Tensor:
-    flat = x.contiguous().view(-1)
-    sizes = split_sizes(flat.numel(), group.size)
-    own = reduce_scatter(flat.split(sizes), group, direction=direction)
-    return torch.cat(all_gather(own, [[s] for s in sizes], group, direction=direction)).view(x.shape)
+    return start_all_reduce(x, group, op=op, direction=direction)()
 
 
 def agree(values: Sequence[int], group: Group) -> list[list[int]]:
@@ -453,7 +459,7 @@ def _shapes(x: Tensor, dim: int, sizes: Sequence[int]) -> list[list[int]]:
     return [[*x.shape[:dim], size, *x.shape[dim + 1 :]] for size in sizes]
 
 
-def _share_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, list[int]]:
+def share_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, list[int]]:
     """dim counted from the front, and the agreed lengths of the shares along it."""
     dim = dim % x.dim()
     if sizes is None:
@@ -466,7 +472,7 @@ def _share_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group)
     return dim, list(sizes)
 
 
-def _whole_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, list[int]]:
+def whole_sizes(x: Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> tuple[int, list[int]]:
     """dim counted from the front, and the lengths in which the whole is cut (as equal as can be unless given)."""
     dim = dim % x.dim()
     sizes = split_sizes(x.shape[dim], group.size) if sizes is None else sizes
@@ -626,14 +632,14 @@ def gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None
     """
     if group.size == 1:
         return x
-    return _apply(_Gather, x, group, *_share_sizes(x, dim, sizes, group), False)
+    return _apply(_Gather, x, group, *share_sizes(x, dim, sizes, group), False)
 
 
 def gather_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """shard -> replicate: all-gather; gradient: reduce-scatter. For a whole that each rank uses differently."""
     if group.size == 1:
         return x
-    return _apply(_Gather, x, group, *_share_sizes(x, dim, sizes, group), True)
+    return _apply(_Gather, x, group, *share_sizes(x, dim, sizes, group), True)
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -641,19 +647,19 @@ def scatter_sum(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None =
 
     sizes       lengths of the shares along `dim`; None = as equal as can be
     """
-    return x if group.size == 1 else _apply(_ReduceScatter, x, group, *_whole_sizes(x, dim, sizes, group))
+    return x if group.size == 1 else _apply(_ReduceScatter, x, group, *whole_sizes(x, dim, sizes, group))
 
 
 def shard(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """invariant -> shard: sends nothing; gradient: all-gather. A copy of this rank's share of what every rank holds."""
-    return x if group.size == 1 else _apply(_Shard, x, group, *_whole_sizes(x, dim, sizes, group))
+    return x if group.size == 1 else _apply(_Shard, x, group, *whole_sizes(x, dim, sizes, group))
 
 
 def own_piece(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """replicate -> shard: sends nothing; gradient: own piece, zeros elsewhere. (Someone before it sums the gradient.)"""
     if group.size == 1:
         return x
-    dim, sizes = _whole_sizes(x, dim, sizes, group)
+    dim, sizes = whole_sizes(x, dim, sizes, group)
     return x.split(list(sizes), dim=dim)[group.rank]
 
 
@@ -673,8 +679,8 @@ def swap_shards(
     """
     if group.size == 1:
         return x
-    split, pieces = _whole_sizes(x, split, split_sizes, group)
-    join, shares = _share_sizes(x, join, join_sizes, group)
+    split, pieces = whole_sizes(x, split, split_sizes, group)
+    join, shares = share_sizes(x, join, join_sizes, group)
     return _apply(_Exchange, x, group, split, pieces, join, shares)
 
 

@@ -30,6 +30,7 @@ class Transformer(nn.Module):
     attention_dropout   of the softmax weights, while training; forward then needs a key
     dtype               of the parameters; compute_dtype that of the computation (None = the same)
     sequence_parallel   tokens are divided over tp between the linear layers
+    keep_gathered, chunks   as in `ColumnParallelLinear`
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Transformer(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        chunks: int | str = "auto",
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         init: Init = "default",
@@ -93,6 +96,8 @@ class Transformer(nn.Module):
                     dropout=dropout,
                     attention_dropout=attention_dropout,
                     sequence_parallel=sequence_parallel,
+                    keep_gathered=keep_gathered,
+                    chunks=chunks,
                     dtype=dtype,
                     init=init,
                 )
@@ -100,7 +105,15 @@ class Transformer(nn.Module):
             )
             self.norm = _NORMS[norm](hidden, ctx=ctx, sequence_parallel=sequence_parallel, dtype=dtype)
             self.head = ColumnParallelLinear(
-                hidden, vocab_size, ctx=ctx, bias=False, sequence_parallel=sequence_parallel, dtype=dtype, init=init
+                hidden,
+                vocab_size,
+                ctx=ctx,
+                bias=False,
+                sequence_parallel=sequence_parallel,
+                keep_gathered=keep_gathered,
+                chunks=chunks,
+                dtype=dtype,
+                init=init,
             )
             if tied:
                 self.head.weight = self.embedding.weight

@@ -31,6 +31,7 @@ class ParallelSelfAttention(torch.nn.Module):
     dropout             of the softmax weights, while training, by global indices; forward then needs a key
     grid, transport, kernel, scale     as in `sequence_attention`
     sequence_parallel   input and output are token shards over tp
+    keep_gathered, chunks   as in `ColumnParallelLinear`
     parameters          qkv.q [H, D, M], qkv.k, qkv.v [K, D, M], out.weight [M, H, D], and biases with bias=True
     """
 
@@ -52,6 +53,8 @@ class ParallelSelfAttention(torch.nn.Module):
         kernel: str = "auto",
         scale: float | None = None,
         sequence_parallel: bool = False,
+        keep_gathered: bool = True,
+        chunks: int | str = "auto",
         dtype: torch.dtype | None = None,
         init: Init = "default",
     ) -> None:
@@ -72,6 +75,8 @@ class ParallelSelfAttention(torch.nn.Module):
                 bias=bias,
                 gate=gate,
                 sequence_parallel=sequence_parallel,
+                keep_gathered=keep_gathered,
+                chunks=chunks,
                 dtype=dtype,
                 init=init,
             )
@@ -85,6 +90,7 @@ class ParallelSelfAttention(torch.nn.Module):
                 bias=bias,
                 sequence_parallel=sequence_parallel,
                 parts=self.qkv.shares.parts,
+                chunks=chunks,
                 dtype=dtype,
                 init=init,
             )
