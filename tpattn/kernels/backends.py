@@ -121,7 +121,7 @@ class Math(Backend):
                 weights = weights * kept
             outs.append(torch.einsum("bkgts,bksd->bkgtd", weights, wide_v).flatten(1, 2))
             lses.append(lse.flatten(1, 2))
-        return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
     def backward(
         self,
