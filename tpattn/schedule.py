@@ -622,13 +622,15 @@ def choose_grid(
     Dv: int,
     itemsize: int,
     transport: str = "exchange",
+    fixed: bool = False,
 ) -> Choice:
     """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
     mask        its structure alone, as in `Spec`
+    fixed       only the grids that `Spec.fixed` can hold: without merge
     """
     n, found = q_layout.n, []
-    for grid in AttentionGrid.all_of(n):
+    for grid in (g for g in AttentionGrid.all_of(n) if not (fixed and g.merge > 1)):
         plan = schedule(Spec(q_layout, kv_layout, mask, False, grid, num_heads, num_kv_heads, transport))
         work = [plan.work(c) for c in range(n)]
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
@@ -682,6 +684,7 @@ def resolve_grid(
     Dv: int,
     itemsize: int,
     transport: str = "exchange",
+    fixed: bool = False,
 ) -> AttentionGrid:
     """`grid` as an AttentionGrid of the layout's ranks; "auto" is chosen by `choose_grid`.
 
@@ -689,4 +692,5 @@ def resolve_grid(
     """
     if (given := given_grid(grid, q_layout.n)) is not None:
         return given
-    return choose_grid(q_layout, kv_layout, mask.structure(), num_heads, num_kv_heads, D, Dv, itemsize, transport).grid
+    sizes = num_heads, num_kv_heads, D, Dv, itemsize
+    return choose_grid(q_layout, kv_layout, mask.structure(), *sizes, transport, fixed).grid

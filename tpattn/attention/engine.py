@@ -23,6 +23,7 @@ from tpattn.kernels import (
     Backend,
     Change,
     Gradients,
+    HeadByHead,
     Tile,
     Total,
     attend,
@@ -108,6 +109,8 @@ def sequence_attention(
     _check_changes(q, softcap, alibi_slopes, sinks, dropout)
     changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
     backend = choose(kernel, q.device, q.dtype, changes, max(q.shape[3], v.shape[3]))
+    if deterministic:
+        backend = HeadByHead(backend)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
@@ -115,7 +118,7 @@ def sequence_attention(
     K, Dv = k.shape[2], v.shape[3]
     mask.check(B, H, t, kv_layout.T)
     way = "rotate" if transport == "rotate" else "exchange"
-    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way)
+    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way, deterministic)
     plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic))
     if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
         raise Unsupported(
