@@ -386,6 +386,9 @@ def test_grids_that_do_not_fit_are_refused():
             resolve_grid(grid, *arguments)
         assert all(word in str(error.value) for word in words)
     alone = SequenceLayout.contiguous(8, 1)
+    few_queries = SequenceLayout.contiguous(2, 2), layout, FULL, 1, 1, 4, 4, 4
+    assert resolve_grid("auto", *few_queries).merge == 2
+    assert resolve_grid("auto", *few_queries, fixed=True).merge == 1      # deterministic=True can hold no other
     assert resolve_grid("auto", alone, alone, FULL, 2, 2, 4, 4, 4) == AttentionGrid()
 
 
