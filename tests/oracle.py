@@ -2,6 +2,8 @@
 
 import torch
 
+from tpattn.kernels import Change
+
 
 def attention(q, k, v, allowed=None, scale=None):
     """out [B, T, H, E] and lse [B, T, H] of q [B, T, H, D], k [B, S, K, D], v [B, S, K, E], by autograd alone.
@@ -26,3 +28,36 @@ def attention_and_gradients(q, k, v, g, allowed=None, scale=None):
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, allowed, scale)
     return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), g.double())]
+
+
+def kept(dropout, B, H, T, S):
+    """The factors [B, H, T, S] that dropout (p, key) gives the weights of the whole: by global indices, 0 or 1 / (1 - p)."""
+    p, key = dropout
+    rows, keys = torch.arange(T)[None], torch.arange(S)[None]
+    change = Change(None, None, p, key.number(), rows, keys, torch.arange(B) + key.first_sequence, torch.arange(H))
+    return change.kept(torch.zeros(B, H, 1, T, S, dtype=torch.float64), slice(None)).view(B, H, T, S)
+
+
+def changed_attention_and_gradients(q, k, v, g, allowed, scale=None, softcap=None, slopes=None, sinks=None, dropout=None):
+    """[out, lse, dq, dk, dv, dsinks] as `attention_and_gradients`, of scores and weights that are changed; dsinks may be None.
+
+    softcap, slopes [H] (ALiBi), sinks [H], dropout (p, key): as sequence_attention takes them
+    """
+    (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(H // K, 2)) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (torch.arange(T)[:, None] - torch.arange(S)).abs()
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks[:, None])
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    if dropout is not None:
+        weights = weights * kept(dropout, B, H, T, S)
+    out = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, 2))
+    gradients = torch.autograd.grad(out, (q, k, v, *([] if sinks is None else [sinks])), g.double(), allow_unused=True)
+    return [out.detach(), lse.transpose(1, 2).detach(), *gradients, *([None] if sinks is None else [])]

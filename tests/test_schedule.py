@@ -333,11 +333,16 @@ def test_documents_inside_shares_send_nothing():
 # ---- choosing a grid -------------------------------------------------------------------------------------------------------
 
 
+def ungridded(layout, kv_layout, mask, H, K, **options):
+    """A spec whose grid is to be chosen."""
+    return Spec(layout, kv_layout, mask.structure(), mask.has_table, AttentionGrid(), H, K, **options)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_auto_takes_ulysses_for_contiguous_causal_shares(n):
     """A ring would leave the first rank idle; ulysses is even. A zigzag layout needs no such thing."""
     layout = SequenceLayout.contiguous(8 * n, n)
-    assert choose_grid(layout, layout, CAUSAL, 2 * n, 2 * n, 8, 8, 4).grid == AttentionGrid(n, 1, 1)
+    assert choose_grid(ungridded(layout, layout, CAUSAL, 2 * n, 2 * n), 8, 8, 4).grid == AttentionGrid(n, 1, 1)
     ring = plan(layout, CAUSAL, (1, n, 1), 2 * n, 2 * n)
     assert max(ring.work(c) for c in range(n)) > 1.3 * sum(ring.work(c) for c in range(n)) / n
 
@@ -345,7 +350,7 @@ def test_auto_takes_ulysses_for_contiguous_causal_shares(n):
 @functools.cache
 def best(n, H, K, T, kind, mask, itemsize):
     layout = getattr(SequenceLayout, kind)(T, n)
-    return choose_grid(layout, layout, mask, H, K, 16, 16, itemsize).grid
+    return choose_grid(ungridded(layout, layout, mask, H, K), 16, 16, itemsize).grid
 
 
 @pytest.mark.parametrize(("n", "H", "K", "kind", "mask", "grid"), [
@@ -379,7 +384,7 @@ def test_the_best_grid_of_64_ranks_by_the_formula():
 
 def test_grids_that_do_not_fit_are_refused():
     layout = SequenceLayout.contiguous(8, 2)
-    arguments = layout, layout, FULL, 2, 2, 4, 4, 4
+    arguments = ungridded(layout, layout, FULL, 2, 2), 4, 4, 4
     assert resolve_grid(AttentionGrid(ring=-1), *arguments) == AttentionGrid(1, 2, 1)
     refused = [(AttentionGrid(3), ["ulysses=3", "cp=2"]), ("best", ["'best'", "auto"]), (None, ["None"]), ((2, 1), ["(2, 1)"])]
     for grid, words in refused:
@@ -387,14 +392,17 @@ def test_grids_that_do_not_fit_are_refused():
             resolve_grid(grid, *arguments)
         assert all(word in str(error.value) for word in words)
     alone = SequenceLayout.contiguous(8, 1)
-    assert resolve_grid("auto", alone, alone, FULL, 2, 2, 4, 4, 4) == AttentionGrid()
+    few_queries = SequenceLayout.contiguous(2, 2), layout, FULL, 1, 1
+    assert resolve_grid("auto", ungridded(*few_queries), 4, 4, 4).merge == 2
+    assert resolve_grid("auto", ungridded(*few_queries, fixed=True), 4, 4, 4).merge == 1    # deterministic=True can hold no other
+    assert resolve_grid("auto", ungridded(alone, alone, FULL, 2, 2), 4, 4, 4) == AttentionGrid()
 
 
 def test_a_choice_says_why():
     """AttentionGrid.choose gives what "auto" takes, and a line for each grid: taken, or too uneven, with its bytes."""
     layout = SequenceLayout.contiguous(32, 4)
     choice = AttentionGrid.choose(layout, CAUSAL, 4, 4, 8)
-    assert choice.grid == resolve_grid("auto", layout, layout, CAUSAL, 4, 4, 8, 8, 4) == AttentionGrid(4, 1, 1)
+    assert choice.grid == resolve_grid("auto", ungridded(layout, layout, CAUSAL, 4, 4), 8, 8, 4) == AttentionGrid(4, 1, 1)
     lines = choice.explain().splitlines()
     assert len(lines) == 2 + len(AttentionGrid.all_of(4))
     assert lines[1].startswith("4 x 1 x 1") and lines[1].endswith("taken")

@@ -9,7 +9,7 @@ local order. Local positions are ascending here (the engine sorts shares that ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -622,27 +622,14 @@ class Choice:
 
 
 @lru_cache(maxsize=256)
-def choose_grid(
-    q_layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    mask: Mask,
-    num_heads: int,
-    num_kv_heads: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    transport: str = "exchange",
-    has_table: bool = False,
-    reads: tuple[int, ...] = (),
-) -> Choice:
-    """Every factorisation of the layout's ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
+def choose_grid(spec: Spec, D: int, Dv: int, itemsize: int) -> Choice:
+    """Every factorisation of the ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
-    mask        its structure alone; has_table, reads: as in `Spec`
+    spec        everything but the grid, which is not looked at; under `fixed` only grids without merge count
     """
-    n, found = q_layout.n, []
-    for grid in AttentionGrid.all_of(n):
-        spec = Spec(q_layout, kv_layout, mask, has_table, grid, num_heads, num_kv_heads, transport, reads=reads)
-        plan = schedule(spec)
+    n, found = spec.q_layout.n, []
+    for grid in (g for g in AttentionGrid.all_of(n) if not (spec.fixed and g.merge > 1)):
+        plan = schedule(replace(spec, grid=grid))
         work = [plan.work(c) for c in range(n)]
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
         messages = 2 * plan.inputs_travel + 2 * plan.rows_travel + (4 * grid.ring - 5 if plan.rotates else 0)
@@ -663,8 +650,9 @@ def _choose(
     transport: str = "exchange",
 ) -> Choice:
     """What grid="auto" would take for these layouts, mask, heads and dtype, with `.explain()` to say why."""
-    Dv, what, has = head_dim if value_dim is None else value_dim, mask.structure(), mask.has_table
-    return choose_grid(layout, kv_layout or layout, what, num_heads, num_kv_heads, head_dim, Dv, dtype.itemsize, transport, has)
+    kv_layout, grid, has_table = kv_layout or layout, AttentionGrid(), mask.has_table
+    spec = Spec(layout, kv_layout, mask.structure(), has_table, grid, num_heads, num_kv_heads, transport)
+    return choose_grid(spec, head_dim, head_dim if value_dim is None else value_dim, dtype.itemsize)
 
 
 AttentionGrid.choose = staticmethod(_choose)  # declared there, made here: choosing needs masks, work and bytes
@@ -682,24 +670,10 @@ def given_grid(grid: AttentionGrid | str, n: int) -> AttentionGrid | None:
     return AttentionGrid() if n == 1 else None
 
 
-def resolve_grid(
-    grid: AttentionGrid | str,
-    q_layout: SequenceLayout,
-    kv_layout: SequenceLayout,
-    mask: Mask,
-    num_heads: int,
-    num_kv_heads: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    transport: str = "exchange",
-    reads: tuple[int, ...] = (),
-) -> AttentionGrid:
-    """`grid` as an AttentionGrid of the layout's ranks; "auto" is chosen by `choose_grid`.
+def resolve_grid(grid: AttentionGrid | str, spec: Spec, D: int, Dv: int, itemsize: int) -> AttentionGrid:
+    """`grid` as an AttentionGrid of the ranks of a spec, whose own grid is not looked at; "auto" is chosen by `choose_grid`.
 
     raises      Unsupported when the sizes do not multiply to the number of ranks, or the word is another one
     """
-    if (given := given_grid(grid, q_layout.n)) is not None:
-        return given
-    what, has = mask.structure(), mask.has_table
-    return choose_grid(q_layout, kv_layout, what, num_heads, num_kv_heads, D, Dv, itemsize, transport, has, reads).grid
+    given = given_grid(grid, spec.q_layout.n)
+    return choose_grid(spec, D, Dv, itemsize).grid if given is None else given

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from tpattn.kernels import (
     Backend,
     Change,
     Gradients,
+    HeadByHead,
     Tile,
     Total,
     attend,
@@ -115,6 +116,8 @@ def sequence_attention(
     _check_changes(q, softcap, alibi_slopes, sinks, dropout)
     changes = softcap is not None or alibi_slopes is not None or (dropout is not None and dropout[0] > 0)
     backend = choose(kernel, q.device, q.dtype, changes, max(q.shape[3], v.shape[3]))
+    if deterministic:
+        backend = HeadByHead(backend)
     axis, mask = ctx.cp, full() if mask is None else mask
     axis.require_open()
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
@@ -123,8 +126,11 @@ def sequence_attention(
     mask.check(B, H, t, kv_layout.T)
     way = "rotate" if transport == "rotate" else "exchange"
     reads = () if kv_heads is None else tuple(kv_heads)
-    found = resolve_grid(grid, q_layout, kv_layout, mask, H, K, D, Dv, q.element_size(), way, reads)
-    plan = schedule(Spec(q_layout, kv_layout, mask.structure(), mask.has_table, found, H, K, way, deterministic, reads))
+    spec = Spec(
+        q_layout, kv_layout, mask.structure(), mask.has_table, AttentionGrid(), H, K, way, deterministic, reads
+    )  # its grid is chosen next
+    found = resolve_grid(grid, spec, D, Dv, q.element_size())
+    plan = schedule(replace(spec, grid=found))
     if deterministic and (plan.rotates or found.merge > 1 or not plan.whole_blocks):
         raise Unsupported(
             f"deterministic=True needs transport exchange, a grid with merge=1 and shares whose edges are multiples of {FIXED}, "

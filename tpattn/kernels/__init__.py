@@ -6,7 +6,7 @@ boolean mask) and the sizes it is fastest at. Here tensors are in kernel order [
 K key-value heads (never repeated in memory), Dv the width of v.
 """
 
-from tpattn.kernels.backends import NAMES, Backend, available, choose
+from tpattn.kernels.backends import NAMES, Backend, HeadByHead, available, choose
 from tpattn.kernels.calls import HeadGroups, attend, attend_backward, stand_in
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, Total, merge, wide_dtype
 
@@ -17,6 +17,7 @@ __all__ = [
     "Call",
     "Change",
     "Gradients",
+    "HeadByHead",
     "HeadGroups",
     "Tile",
     "Total",

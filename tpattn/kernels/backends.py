@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tpattn.errors import Unsupported
-from tpattn.kernels.tiles import Change
+from tpattn.kernels.tiles import Change, wide_dtype
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -121,7 +122,7 @@ class Math(Backend):
                 weights = weights * kept
             outs.append(torch.einsum("bkgts,bksd->bkgtd", weights, wide_v).flatten(1, 2))
             lses.append(lse.flatten(1, 2))
-        return torch.cat(outs, dim=2).to(q.dtype), torch.cat(lses, dim=2)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
     def backward(
         self,
@@ -400,6 +401,72 @@ class CudaFlash(Fused):
             g, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, no_random, no_random, scale=scale
         )
         return dq, dk, dv
+
+
+class HeadByHead(Backend):
+    """Another backend, called for one query head at a time on fresh copies, so that its bits depend on nothing else.
+
+    The bits of a product may depend on how many heads are computed together (batched matmul), and on strides and alignment
+    (torch 2.13 on CPU, where head_dim is odd); both differ between grids.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner, self.name = inner, inner.name
+
+    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
+        """That of the other backend."""
+        return self.inner.leaf(dtype, backward)
+
+    @staticmethod
+    def _heads(
+        H: int, K: int, mask: Tensor | str | None, change: Change | None
+    ) -> Iterator[tuple[slice, slice, Tensor | str | None, Change | None]]:
+        """Each query head, its key head, and what the mask and the change are for it."""
+        for i in range(H):
+            one, kv = slice(i, i + 1), slice(i // (H // K), i // (H // K) + 1)
+            each = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
+            part = mask[:, one] if each and isinstance(mask, Tensor) else mask
+            its = change
+            if change is not None:
+                slopes = None if change.slopes is None else change.slopes[one]
+                its = replace(change, heads=change.heads[one], slopes=slopes)
+            yield one, kv, part, its
+
+    @staticmethod
+    def _copy(x: Tensor, heads: slice) -> Tensor:
+        return x[:, heads].clone(memory_format=torch.contiguous_format)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, scale: float, change: Change | None = None
+    ) -> tuple[Tensor, Tensor]:
+        copy = self._copy
+        done = [
+            self.inner.forward(copy(q, one), copy(k, kv), copy(v, kv), part, scale, its)
+            for one, kv, part, its in self._heads(q.shape[1], k.shape[1], mask, change)
+        ]
+        return torch.cat([out for out, _ in done], dim=1), torch.cat([lse for _, lse in done], dim=1)
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | str | None,
+        scale: float,
+        change: Change | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        copy, dqs, (dk, dv) = self._copy, [], (torch.zeros_like(x, dtype=wide_dtype(x.dtype)) for x in (k, v))
+        for one, kv, part, its in self._heads(q.shape[1], k.shape[1], mask, change):
+            g_one, q_one, out_one, lse_one = (copy(x, one) for x in (g, q, out, lse))
+            k_one, v_one = copy(k, kv), copy(v, kv)
+            dq, dk_one, dv_one = self.inner.backward(g_one, q_one, k_one, v_one, out_one, lse_one, part, scale, its)
+            dqs.append(dq)
+            dk[:, kv].add_(dk_one)
+            dv[:, kv].add_(dv_one)
+        return torch.cat(dqs, dim=1), dk, dv
 
 
 _BACKENDS: tuple[Backend, ...] = (CpuFlash(), CudaFlash(), CudaEfficient(), Math())

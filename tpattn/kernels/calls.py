@@ -165,9 +165,15 @@ def attend_backward(
 def stand_in(g: Tensor, delta: Tensor) -> Tensor:
     """A tensor o like g [B, H, T, Dv] with rowsum(g * o) = delta [B, H, T], for backward calls that want `out` only for that.
 
-    delta / g_j stands at the column j of the largest |g|, 0 elsewhere; rows whose gradient is all 0 have delta 0.
+    delta / g_j stands at the column j of the largest |g|; what rounding that leaves of delta stands, likewise, at the column of
+    the second largest, so delta is as exact as in float32. 0 elsewhere; rows whose gradient is all 0 have delta 0.
     """
-    column = g.abs().argmax(dim=-1, keepdim=True)
-    largest = g.gather(-1, column)
-    value = torch.where(largest == 0, 0.0, delta.unsqueeze(-1) / torch.where(largest == 0, 1.0, largest.to(delta.dtype)))
-    return torch.zeros_like(g).scatter_(-1, column, value.to(g.dtype))
+    columns = g.abs().topk(min(2, g.shape[-1]), dim=-1).indices
+    stands, rest = torch.zeros_like(g), delta.unsqueeze(-1)
+    for column in columns.split(1, dim=-1):
+        here = g.gather(-1, column).to(rest.dtype)
+        value = torch.where(here == 0, 0.0, rest / torch.where(here == 0, 1.0, here)).to(g.dtype)
+        value = torch.where(value.isfinite(), value, 0.0)  # a second gradient may be tiny
+        stands.scatter_(-1, column, value)
+        rest = rest - here * value.to(rest.dtype)
+    return stands
