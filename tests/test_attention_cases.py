@@ -356,6 +356,7 @@ def test_scale_is_honoured_in_every_mode(rank, world):
     """C33: scale=0.37 and None in every grid, by a layer too; a keyword of torch's function that tpattn lacks is an error."""
     x = seeded(1, 9, 8, seed=0)
     alone = [layer_and_twin(ParallelContext.single(), 8, 2, 1, scale=s)[0](x) for s in (0.37, None)]
+    far(*alone)
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
         inputs = problem(1, 9, 4, 2, 4)
         for way, kind in every_mode(world):
