@@ -1,6 +1,7 @@
-"""What attention is, undivided and in float64: the oracle of the tests of kernels and of sequence attention."""
+"""What attention and the loss are, undivided and in float64: the oracles of the tests."""
 
 import torch
+from torch.nn import functional as F
 
 
 def attention(q, k, v, allowed=None, scale=None):
@@ -26,3 +27,12 @@ def attention_and_gradients(q, k, v, g, allowed=None, scale=None):
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, allowed, scale)
     return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), g.double())]
+
+
+def token_losses(logits, target, smoothing=0.0, z_loss=0.0, weight=None, ignore=-100):
+    """Per-token loss by torch: cross_entropy with its label smoothing, plus z_loss times lse squared, 0 for ignored tokens."""
+    options = {"reduction": "none", "label_smoothing": smoothing, "ignore_index": ignore}
+    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+    losses = losses.view(target.shape) + z_loss * logits.logsumexp(-1) ** 2
+    losses = torch.where(target == ignore, 0.0, losses)
+    return losses if weight is None else losses * weight
