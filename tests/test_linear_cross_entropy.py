@@ -218,8 +218,8 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(rank, world):
 
 
 def test_the_default_chunk_keeps_an_eighth_of_unfused():
-    """Without tp, V = 1000, T = 2048: the logits would be 8 MB in float32; no tensor has an eighth of that."""
-    ctx, T, vocabulary = ParallelContext.single(), 2048, 1000
+    """Without tp, V = 4000, T = 2048: the logits would be 32 MB in float32; no tensor has more than an eighth of that."""
+    ctx, T, vocabulary = ParallelContext.single(), 2048, 4000
     x, weight = seeded(T, 8, seed=0).float().requires_grad_(), seeded(vocabulary, 8, seed=1).float().requires_grad_()
     with Products() as products:
         linear_cross_entropy(x, weight, torch.zeros(T, dtype=torch.int64), ctx=ctx, vocab_size=vocabulary).backward()

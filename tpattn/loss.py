@@ -259,6 +259,14 @@ def _over_chunks(
     return torch.cat(losses), [dx, dw, db]
 
 
+def _default_chunk(T: int, v: int, tp: int) -> int:
+    """Tokens of a chunk: 2^23 logits (32 MiB), at least 256 tokens, but no more than V x T / 16; never below 64 or 2^18 logits.
+
+    Larger ones waste memory; with smaller ones each addition to the gradient of the weight costs more than its product.
+    """
+    return max(64, 2**18 // v, min(max(256, 2**23 // v), T * tp // 16))
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a b, summed in the dtype of out where the device can: on the CPU a low-precision product is rounded first."""
     if a.dtype == out.dtype:
@@ -309,7 +317,7 @@ def linear_cross_entropy(
     reduction       "sum" -> scalar over this rank's tokens, for one backward; "none" -> [..] where no gradient is needed (a
                     gradient per token would need the logits again: token_weight has fixed factors)
     token_sizes     with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
-    chunk           tokens, the same on all tp ranks; None = 2^23 logits (at least 256 tokens), but no more than V x T / 16
+    chunk           tokens, the same on all tp ranks; None = about 2^23 logits, but no more than V x T / 16
     memory          chunk x v float32 beside the gradients; for low-precision x also chunk x v of it, twice; gradients are
                     float32 or wider until backward
     sends           N = tp, T tokens, in bytes. Forward: an all-gather per chunk, (N - 1) T 8 in all (12 with label_smoothing;
@@ -358,7 +366,7 @@ def linear_cross_entropy(
             )
     rows = enter(x, tp, sequence_parallel, token_sizes).reshape(-1, x.shape[-1])
     if chunk is None:
-        chunk = max(1, min(max(256, 2**23 // most), rows.shape[0] * tp.size // 16))
+        chunk = _default_chunk(rows.shape[0], most, tp.size)
     if needs:
         total: Tensor = _LinearCrossEntropy.apply(rows, w, b, ids, factor, task, chunk)
         return total
