@@ -37,7 +37,7 @@ CONFIGS = ROOT / "configs"
 # What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
 FREE = (
     *("parallel.", "attention.", "run.", "data.path"),
-    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every", "train.fused_loss"),
 )
 
 
@@ -138,6 +138,7 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int) -
             layout=run.layout,
             seed=cfg.train.seed,
             clip=cfg.optim.clip,
+            fused_loss=cfg.train.fused_loss,
             done=done,
             last=last_step(cfg),
             record=record,

@@ -1,6 +1,7 @@
-"""What attention is, undivided and in float64: the oracle of the tests of kernels and of sequence attention."""
+"""What attention and the loss are, undivided and in float64: the oracles of the tests."""
 
 import torch
+from torch.nn import functional as F
 
 from tpattn.kernels import Change
 
@@ -61,3 +62,12 @@ def changed_attention_and_gradients(q, k, v, g, allowed, scale=None, softcap=Non
     out = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, 2))
     gradients = torch.autograd.grad(out, (q, k, v, *([] if sinks is None else [sinks])), g.double(), allow_unused=True)
     return [out.detach(), lse.transpose(1, 2).detach(), *gradients, *([None] if sinks is None else [])]
+
+
+def token_losses(logits, target, smoothing=0.0, z_loss=0.0, weight=None, ignore=-100):
+    """Per-token loss by torch: cross_entropy with its label smoothing, plus z_loss times lse squared, 0 for ignored tokens."""
+    options = {"reduction": "none", "label_smoothing": smoothing, "ignore_index": ignore}
+    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
+    losses = losses.view(target.shape) + z_loss * logits.logsumexp(-1) ** 2
+    losses = torch.where(target == ignore, 0.0, losses)
+    return losses if weight is None else losses * weight

@@ -79,6 +79,17 @@ def test_documents_compares_with_the_full_kernel(tmp_path):
 
 
 @pytest.mark.long
+def test_loss_compares_fused_with_unfused(tmp_path):
+    rows, above = table("loss", tmp_path)
+    numbers = ["ms", "over unfused", "quartiles", "processor", "peak rank MiB", "beyond gradients MiB", "received MiB"]
+    assert list(rows[0]) == ["loss", *numbers]
+    assert [row["loss"] for row in rows] == ["vocab_parallel_cross_entropy", "linear_cross_entropy"]
+    assert rows[0]["over unfused"] == "**1.00**"
+    assert {row["received MiB"] for row in rows} == {"0.13"}        # 2 numbers of 512 tokens, and the gradient [512, 64]
+    assert "at most 1.15" in above and "1.0 MiB" in above
+
+
+@pytest.mark.long
 def test_memory_draws_a_picture_where_it_is_told(tmp_path):
     rows, above = table("memory", tmp_path, "--picture", "memory.png")
     assert list(rows[0]) == ["T", "scheme", "high water MiB", "growth MiB", "growth / q", "s", "received MiB"]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers import close, far, seeded
+from oracle import token_losses
 from pool import ranks
 from torch.nn import functional as F
 
@@ -160,15 +161,6 @@ def test_ids_outside_the_vocabulary_are_refused(rank, world):
 # ---- cross entropy ---------------------------------------------------------------------------------------------------------
 
 
-def reference(logits, target, smoothing=0.0, z_loss=0.0, weight=None, ignore=-100):
-    """Per-token loss by torch: cross_entropy with its label smoothing, plus z_loss times lse squared, 0 for ignored tokens."""
-    options = {"reduction": "none", "label_smoothing": smoothing, "ignore_index": ignore}
-    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
-    losses = losses.view(target.shape) + z_loss * logits.logsumexp(-1) ** 2
-    losses = torch.where(target == ignore, 0.0, losses)
-    return losses if weight is None else losses * weight
-
-
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_cross_entropy_equals_torchs(rank, world, smoothing):
@@ -184,7 +176,7 @@ def test_cross_entropy_equals_torchs(rank, world, smoothing):
             for token_weight in (None, weight):
                 for reduction in ("none", "sum"):
                     whole_logits, mine = logits.clone().requires_grad_(), own(logits, ctx).clone().requires_grad_()
-                    want = reference(whole_logits, target, smoothing, z_loss, token_weight)
+                    want = token_losses(whole_logits, target, smoothing, z_loss, token_weight)
                     out = vocab_parallel_cross_entropy(
                         mine, target, ctx=ctx, vocab_size=V, label_smoothing=smoothing, z_loss=z_loss, token_weight=token_weight,
                         reduction=reduction)
@@ -195,8 +187,8 @@ def test_cross_entropy_equals_torchs(rank, world, smoothing):
                     assert (mine.grad[2] == 0).all()
         if world > 1 and smoothing:     # the local slice's size and mean
             local = own(logits, ctx)
-            careless = reference(logits, target, 0.0) * (1 - smoothing) + smoothing * (logits.logsumexp(-1) - local.mean(-1))
-            far(torch.where(target == -100, 0.0, careless), reference(logits, target, smoothing))
+            careless = token_losses(logits, target, 0.0) * (1 - smoothing) + smoothing * (logits.logsumexp(-1) - local.mean(-1))
+            far(torch.where(target == -100, 0.0, careless), token_losses(logits, target, smoothing))
 
 
 @ranks(2, 3)
@@ -207,7 +199,7 @@ def test_cross_entropy_of_extreme_and_low_precision_logits(rank, world):
     with ParallelContext.from_env(tp=world, timeout=60) as ctx:
         def both(logits, target=target, tol=1e-12, **options):
             whole_logits, mine = logits.double().requires_grad_(), own(logits, ctx).detach().requires_grad_()
-            want = reference(whole_logits, target, ignore=options.get("ignore_index", -100))
+            want = token_losses(whole_logits, target, ignore=options.get("ignore_index", -100))
             out = vocab_parallel_cross_entropy(mine, target, ctx=ctx, vocab_size=V, reduction="none", **options)
             want.sum().backward()
             out.sum().backward()

@@ -79,13 +79,15 @@ def meshes(world):
     return [pytest.param(*mesh, id=name(*mesh)) for mesh in MESHES[world]]
 
 
-def curve(ctx, grid, kind, steps=STEPS, **options):
+def curve(ctx, grid, kind, steps=STEPS, fused_loss=False, **options):
     """Loss and gradient norm of each step, and the whole weights after them."""
     model, record = small(ctx, grid, **options), Curve()
     optimizer = adamw(model, lr=0.03)
     layout = getattr(SequenceLayout, kind)(T, ctx.cp.size)
     schedule = Schedule(0.03, STEPS + 5, warmup_steps=3)
-    train(model, optimizer, text(), ctx=ctx, schedule=schedule, layout=layout, seed=7, clip=1.0, last=steps, record=record)
+    train(
+        model, optimizer, text(), ctx=ctx, schedule=schedule, layout=layout, seed=7, clip=1.0, fused_loss=fused_loss, last=steps,
+        record=record)
     return torch.tensor(record.rows, dtype=torch.float64), tpattn.whole_state_dict(model)
 
 
@@ -94,11 +96,11 @@ def serial_curve(**options):
     return curve(ParallelContext.single(), None, "contiguous", **options)
 
 
-def check_curve(dp, cp, tp, sp, grid, kind, **options):
+def check_curve(dp, cp, tp, sp, grid, kind, fused_loss=False, **options):
     if tp > 1:
         options |= {"num_heads": 6, "num_kv_heads": 2}  # tp needs whole groups of heads
     with ParallelContext.from_env(dp=dp, cp=cp, tp=tp, timeout=60) as ctx:
-        rows, weights = curve(ctx, grid, kind, sequence_parallel=sp, **options)
+        rows, weights = curve(ctx, grid, kind, fused_loss=fused_loss, sequence_parallel=sp, **options)
     want, want_weights = serial_curve(**options)
     assert want[-3:, 0].mean() < 0.8 * want[0, 0], "a model that does not learn proves nothing"
     close(rows[:, 0], want[:, 0], 1e-9)
@@ -124,6 +126,16 @@ def test_loss_curve_equals_one_process_3(rank, world, dp, cp, tp, sp, grid, kind
 @pytest.mark.parametrize(("dp", "cp", "tp", "sp", "grid", "kind"), meshes(4))
 def test_loss_curve_equals_one_process_4(rank, world, dp, cp, tp, sp, grid, kind):
     check_curve(dp, cp, tp, sp, grid, kind)
+
+
+@ranks(1, 4)
+def test_loss_curve_with_the_fused_loss_equals_one_process_without(rank, world):
+    """train(fused_loss=True): the same losses, norms and weights, and the loss from logits is never called."""
+    serial_curve(num_heads=6, num_kv_heads=2, tied=True)  # before it is refused
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tpattn.training.loop.vocab_parallel_cross_entropy", None)
+        mesh = (1, 2, 2, True) if world == 4 else (1, 1, 1, False)
+        check_curve(*mesh, None, "zigzag", num_heads=6, num_kv_heads=2, tied=True, fused_loss=True)
 
 
 @ranks(4)

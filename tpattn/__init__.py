@@ -17,7 +17,7 @@ from tpattn.errors import CollectiveMismatch, CollectiveTimeout, ContextClosed, 
 from tpattn.gradients import clip_grad_norm_, finish_gradients
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, column_linear, row_linear, split_tensor
-from tpattn.loss import token_mean, vocab_parallel_cross_entropy
+from tpattn.loss import linear_cross_entropy, token_mean, vocab_parallel_cross_entropy
 from tpattn.mesh import ParallelContext
 from tpattn.model import Transformer
 from tpattn.norm import LayerNorm, RMSNorm
@@ -77,6 +77,7 @@ __all__ = [
     "dropout",
     "finish_gradients",
     "ledger",
+    "linear_cross_entropy",
     "load_latest",
     "load_whole_state_dict",
     "masks",

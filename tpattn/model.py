@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from tpattn.embedding import VocabParallelEmbedding
 from tpattn.errors import Unsupported
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.linear import ColumnParallelLinear, check_counts
+from tpattn.loss import linear_cross_entropy
 from tpattn.masks import Mask, causal
 from tpattn.mesh import ParallelContext
 from tpattn.params import Init, as_dtype, deferred_init, finish_init
@@ -128,6 +131,41 @@ class Transformer(nn.Module):
         layout      which positions each cp rank holds; None = contiguous, lengths agreed by one small all-gather
         key         random numbers of the dropout; needed in training when dropout > 0
         """
+        x, token_sizes = self._before_head(tokens, mask, layout, key)
+        return self.head(x, token_sizes)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        mask: Mask | None = None,
+        layout: SequenceLayout | None = None,
+        key: RandomKey | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Sum of the cross entropy of this cp rank's tokens [B, t] against targets [B, t], the same on every tp rank.
+
+        As `vocab_parallel_cross_entropy` of the logits, which are never made (nor is `head.forward` called).
+
+        options     of `linear_cross_entropy`: ignore_index, label_smoothing, z_loss, token_weight, chunk, reduction
+        """
+        x, token_sizes = self._before_head(tokens, mask, layout, key)
+        return linear_cross_entropy(
+            x,
+            self.head.local("weight"),
+            targets,
+            ctx=self.ctx,
+            vocab_size=self.vocab_size,
+            sequence_parallel=self.sequence_parallel,
+            token_sizes=token_sizes,
+            **options,
+        )
+
+    def _before_head(
+        self, tokens: Tensor, mask: Mask | None, layout: SequenceLayout | None, key: RandomKey | None
+    ) -> tuple[Tensor, list[int] | None]:
+        """The input of the head [B, t, M], and under sequence_parallel [B, t', M] with the tokens of each tp rank."""
         mask = causal() if mask is None else mask
         layout = share_layout(self.ctx, tokens.shape[1], layout)
         token_sizes = tokens_over_tp(tokens.shape[1], self.ctx, self.sequence_parallel)
@@ -135,4 +173,4 @@ class Transformer(nn.Module):
         x = drop(self, x, self.dropout, self.ctx, layout, token_sizes, key and key.child("embedding_dropout"))
         for i, block in enumerate(self.blocks):
             x = block(x, mask=mask, layout=layout, key=key and key.child(f"blocks.{i}"), token_sizes=token_sizes)
-        return self.head(self.norm(x), token_sizes)
+        return self.norm(x), token_sizes

@@ -23,6 +23,7 @@ from bench.work import (
     serial_module,
     serial_product,
     sharded_attention,
+    sharded_loss,
     sharded_module,
     sharded_product,
 )
@@ -245,6 +246,33 @@ def memory(quick: bool, ranks: int) -> Topic:
     return Topic(title, meaning, heads, races, rows, once=True, draw=draw_memory)
 
 
+def loss(quick: bool, ranks: int) -> Topic:
+    """The fused head and cross entropy against the two of them."""
+    T, M, V = (512, 64, 4000) if quick else (4096, 1024, 32000)
+    sizes, tiny = {"T": T, "M": M, "V": V}, {"T": 64, "M": 8, "V": 64}
+    sides = [
+        Side((name,), sharded_loss, {**sizes, "fused": fused}, tiny)
+        for name, fused in (("vocab_parallel_cross_entropy", False), ("linear_cross_entropy", True))
+    ]
+    gradients = (T + -(-V // ranks)) * M * 4 / MiB
+
+    def rows(measured: list[Measured]) -> list[list[str]]:
+        unfused, lines = measured[0], []
+        for m in measured:
+            processor = statistics.median(m.processor) / statistics.median(unfused.processor)
+            numbers = [f"{m.ms:.0f}", *ratio(m, unfused), f"{processor:.2f}", f"{m.peak:.0f}", f"**{m.peak - gradients:.0f}**"]
+            lines.append([*m.side.label, *numbers, f"{m.received:.2f}"])
+        return lines
+
+    meaning = (
+        f"Over unfused should be at most 1.15; beyond gradients is the peak without the gradients of x and weight, "
+        f"{gradients:.0f} MiB: fused at most {V * T * 4 / 8 / MiB:.1f} MiB, an eighth of V x T numbers."
+    )
+    heads = "loss", "ms", "over unfused", "quartiles", "processor", "peak rank MiB", "beyond gradients MiB", "received MiB"
+    title = f"Head and cross entropy, V={V}, T={T}, M={M}, tp={ranks}, forward + backward"
+    return Topic(title, meaning, heads, [sides], rows)
+
+
 TOPICS: dict[str, Callable[[bool, int], Topic]] = {
     "products": products,
     "attention": attention,
@@ -252,4 +280,5 @@ TOPICS: dict[str, Callable[[bool, int], Topic]] = {
     "documents": documents,
     "seed": seed,
     "memory": memory,
+    "loss": loss,
 }

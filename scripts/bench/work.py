@@ -1,6 +1,7 @@
 """What the benchmark computes: functions that make the inputs of one process and return what is timed. Serial ones have no rank.
 
-Letters: T tokens of the whole sequence, t of this rank, H heads, D head_dim (columns in the products), M width of the module.
+Letters: T tokens of the whole sequence, t of this rank, H heads, D head_dim (columns in the products), M width of the module,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tpattn import (
     AttentionGrid,
+    ColumnParallelLinear,
     DistributedDotProductAttn,
     ParallelContext,
     SequenceLayout,
     distributed_matmul_all,
     distributed_matmul_nt,
     distributed_matmul_tn,
+    linear_cross_entropy,
     masks,
     sequence_attention,
+    vocab_parallel_cross_entropy,
 )
 
 
@@ -129,6 +133,21 @@ def _module_and_rows(t: int, M: int, H: int, distributed: bool) -> tuple[Distrib
     torch.manual_seed(0)
     module = DistributedDotProductAttn(M, num_heads=H, distributed=distributed)
     return module, torch.randn(1, t, M, requires_grad=True), torch.randn(1, t, M)
+
+
+def sharded_loss(rank: int, ranks: int, T: int, M: int, V: int, fused: bool) -> Callable[[], Any]:
+    """Head and cross entropy over tp, forward and backward: from logits, or fused."""
+    ctx = ParallelContext.from_env(dp=1, tp=ranks, device="cpu")
+    torch.manual_seed(0)
+    head = ColumnParallelLinear(M, V, ctx=ctx, bias=False)
+    x, target = torch.randn(T, M, requires_grad=True), torch.randint(V, (T,))
+
+    def loss() -> Tensor:
+        if fused:
+            return linear_cross_entropy(x, head.weight, target, ctx=ctx, vocab_size=V)
+        return vocab_parallel_cross_entropy(head(x), target, ctx=ctx, vocab_size=V)
+
+    return _with_backward(loss, (x, head.weight), torch.tensor(1.0 / T))
 
 
 def _with_backward(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> Callable[[], Any]:

@@ -99,6 +99,9 @@ class TrainConfig:
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], "number format of the computation"] = "float32"
     batch_size: Annotated[int, "sequences per step over all ranks"] = 8
     seq_len: Annotated[int, "tokens per sequence over all ranks"] = 256
+    fused_loss: Annotated[bool, "last layer and loss in one, without making the logits: less memory for large vocabularies"] = (
+        False
+    )
     checkpoint_every: Annotated[int, "steps between checkpoints; 0 = only one, at the end"] = 0
     resume: Annotated[
         bool | str,

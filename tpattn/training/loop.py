@@ -70,6 +70,7 @@ def train_step(
     ctx: ParallelContext,
     key: RandomKey | None = None,
     clip: float | None = None,
+    fused_loss: bool = False,
     name: str = "this step",
 ) -> tuple[float, float]:
     """(loss, gradient norm before clipping) of one update on this rank's share of a batch; the same on every rank.
@@ -77,13 +78,17 @@ def train_step(
     model       called as model(tokens, layout=, key=), gives logits [b, t, v]; has `vocab_size`
     loss        mean over the counted tokens of the whole batch; 0 when none is counted
     clip        largest norm of all gradients together; None = no clipping
+    fused_loss  takes model.loss, which makes no logits: the same up to rounding, in less memory
     raises      NonFiniteLoss on every rank, with `name`, and the weights stay as they were
     """
     tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
     optimizer.zero_grad(set_to_none=True)
-    logits = model(tokens, layout=batch.layout, key=key)
-    vocab_size: Any = model.vocab_size
-    total = vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=vocab_size, ignore_index=IGNORE)
+    decoder: Any = model
+    if fused_loss:
+        total = decoder.loss(tokens, targets, layout=batch.layout, key=key, ignore_index=IGNORE)
+    else:
+        logits = decoder(tokens, layout=batch.layout, key=key)
+        total = vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=decoder.vocab_size, ignore_index=IGNORE)
     loss = token_mean(total, (targets != IGNORE).sum(), ctx=ctx)
     loss.backward()
     finish_gradients(model)
@@ -108,6 +113,7 @@ def train(
     layout: SequenceLayout | None = None,
     seed: int = 0,
     clip: float | None = 1.0,
+    fused_loss: bool = False,
     done: int = 0,
     last: int | None = None,
     record: Record | None = None,
@@ -119,6 +125,7 @@ def train(
 
     layout      which tokens each cp rank holds
     seed        of the dropout; step and sequence are folded in, so a mesh or a resumed run draws the same
+    fused_loss  as in `train_step`
     last        None = schedule.steps; the schedule is planned for schedule.steps in any case
     record      told of each step; rank 0 has one, others None
     log_every   steps between the lines of `record`; then the ranks also agree on the highest memory
@@ -133,7 +140,8 @@ def train(
             group["lr"] = schedule.at(step)
         batch = batches.batch(step - 1, ctx, layout)
         key = RandomKey(seed, step - 1, batch.first_sequence)
-        loss, norm = train_step(model, optimizer, batch, ctx=ctx, key=key, clip=clip, name=f"step {step} of {schedule.steps}")
+        name = f"step {step} of {schedule.steps}"
+        loss, norm = train_step(model, optimizer, batch, ctx=ctx, key=key, clip=clip, fused_loss=fused_loss, name=name)
         speed = batches.batch_size * batches.packed.seq_len / (time.perf_counter() - start)
         memory = _memory(ctx) if step in (done + 1, last) or step % log_every == 0 else None
         if record is not None:
