@@ -143,7 +143,7 @@ def test_block_equals_one_process(rank, world, H, K, sequence_parallel):
 
 
 @ranks(4)
-def test_forgetting_the_sum_over_the_ranks_that_share_heads_is_seen(rank, world, monkeypatch):
+def test_forgetting_the_sum_over_the_ranks_that_share_heads_is_seen(rank, world):
     """The mutant: shared key-value weights treated as divided ones have a part of the gradient only."""
     from dataclasses import replace
 

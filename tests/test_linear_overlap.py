@@ -5,8 +5,8 @@ import torch
 from helpers import close, far, seeded
 from pool import ranks
 
-from tpattn import ParallelContext, ParallelMLP, TransformerBlock, ledger, masks
-from tpattn.linear import column_product, row_product
+from tpattn import ParallelContext, ParallelMLP, TransformerBlock, comm, ledger, masks
+from tpattn.linear import column_product, functions, row_product
 
 I, O, F64 = 6, 5, torch.float64      # features in and out, of each rank for the divided side
 
@@ -76,29 +76,31 @@ def test_row_product_in_pieces(rank, world, chunks, sequence_parallel):
 
 
 @ranks(2)
-def test_the_input_gradient_travels_while_weight_gradients_are_computed(rank, world, monkeypatch):
+def test_the_input_gradient_travels_while_weight_gradients_are_computed(rank, world):
     """Its message is started before the first product of a weight's gradient and waited for after the last."""
-    from tpattn import comm
-    from tpattn.linear import functions
-
     ctx, log = ParallelContext.from_env(tp=2, timeout=60), []
-    for name, real_start in [("start_all_reduce", comm.start_all_reduce), ("start_reduce_scatter", comm.start_reduce_scatter)]:
-        def spy(*arguments, real=real_start, **options):
+    product = functions._weight_gradient
+
+    def told(start):
+        def spy(*arguments, **options):
             log.append("start")
-            wait = real(*arguments, **options)
+            wait = start(*arguments, **options)
             return lambda: (log.append("wait"), wait())[1]
 
-        monkeypatch.setattr(comm, name, spy)
-    real_product = functions._weight_gradient
-    monkeypatch.setattr(functions, "_weight_gradient", lambda *x: (log.append("product"), real_product(*x))[1])
-    torch.manual_seed(0)
-    for sequence_parallel in (False, True):
-        mlp = ParallelMLP(8, 12, "swiglu", ctx=ctx, sequence_parallel=sequence_parallel, dtype=F64)
-        x = seeded(2, 6, 8, seed=1).requires_grad_()
-        out = mlp(x)
-        log.clear()
-        out.sum().backward()
-        assert log == ["product", "start", "product", "product", "wait"], log
+        return spy
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_all_reduce", "start_reduce_scatter"):
+            patch.setattr(comm, name, told(getattr(comm, name)))
+        patch.setattr(functions, "_weight_gradient", lambda *x: (log.append("product"), product(*x))[1])
+        torch.manual_seed(0)
+        for sequence_parallel in (False, True):
+            mlp = ParallelMLP(8, 12, "swiglu", ctx=ctx, sequence_parallel=sequence_parallel, dtype=F64)
+            x = seeded(2, 6, 8, seed=1).requires_grad_()
+            out = mlp(x)
+            log.clear()
+            out.sum().backward()
+            assert log == ["product", "start", "product", "product", "wait"], log
     ctx.close()
 
 
