@@ -288,6 +288,25 @@ def _wide_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     return torch.mm(a, b, out_dtype=wide) if a.is_cuda else torch.mm(a, b)  # no CPU kernel for out_dtype (torch 2.13)
 
 
+def _check_shapes(
+    x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, vocab_size: int, tp: comm.Group, sequence_parallel: bool
+) -> None:
+    """Raise Unsupported where x, this rank's weight and bias, the targets and the vocabulary do not fit each other."""
+    name, v = "linear_cross_entropy", chunk_sizes(vocab_size, tp.size)[tp.rank]
+    if x.dim() < 1 + sequence_parallel or x.dim() != target.dim() + 1:
+        needed = "[.., tokens, width]" if sequence_parallel else "[.., width]"
+        raise Unsupported(f"{name} needs x {needed} and targets of one dimension less, got {list(x.shape)}, {list(target.shape)}")
+    alike = x.dim() - 1 - sequence_parallel  # leading dimensions of x and target; a token shard is checked with token_sizes
+    if x.shape[:alike] != target.shape[:alike] or w.shape != (v, x.shape[-1]) or not w.is_floating_point():
+        raise Unsupported(
+            f"{name}: vocab_size={vocab_size} over tp={tp.size} gives rank {tp.rank} a float weight [{v}, M], here "
+            f"[{v}, {x.shape[-1]}], with x [.., M] and targets [..], got {w.dtype} {list(w.shape)}, x {list(x.shape)}, targets "
+            f"{list(target.shape)}"
+        )
+    if b is not None and (b.shape != (v,) or not b.is_floating_point()):
+        raise Unsupported(f"{name}: bias must be [{v}] as this rank's rows of the weight, got {b.dtype} {list(b.shape)}")
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -317,9 +336,9 @@ def linear_cross_entropy(
     reduction       "sum" -> scalar over this rank's tokens, for one backward; "none" -> [..] where no gradient is needed (a
                     gradient per token would need the logits again: token_weight has fixed factors)
     token_sizes     with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
-    chunk           tokens, the same on all tp ranks; None = about 2^23 logits, but no more than V x T / 16
-    memory          chunk x v float32 beside the gradients; for low-precision x also chunk x v of it, twice; gradients are
-                    float32 or wider until backward
+    chunk           tokens, the same on all tp ranks; None = `_default_chunk`: up to 2^23 logits, at most about V x T / 16
+    memory          chunk x v float32 beside the gradients; for low-precision x also chunk x v of its dtype, twice, and the
+                    weight in it; gradients are float32 or wider until backward
     sends           N = tp, T tokens, in bytes. Forward: an all-gather per chunk, (N - 1) T 8 in all (12 with label_smoothing;
                     double for float64). Backward, if x has a gradient: all-reduce of T M numbers. With sequence_parallel
                     instead all-gather of x forward, reduce-scatter backward
@@ -331,21 +350,8 @@ def linear_cross_entropy(
         name, x, target, ctx=ctx, vocab_size=vocab_size, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss=z_loss, token_weight=token_weight, reduction=reduction,
     )  # fmt: skip
-    tp = ctx.tp
-    w, b = to_local(weight), None if bias is None else to_local(bias)
-    v, most = (chunk_sizes(vocab_size, tp.size)[rank] for rank in (tp.rank, 0))
-    if x.dim() < 1 + sequence_parallel or x.dim() != target.dim() + 1:
-        needed = "[.., tokens, width]" if sequence_parallel else "[.., width]"
-        raise Unsupported(f"{name} needs x {needed} and targets of one dimension less, got {list(x.shape)}, {list(target.shape)}")
-    alike = x.dim() - 1 - sequence_parallel  # leading dimensions of x and target; a token shard is checked below
-    if x.shape[:alike] != target.shape[:alike] or w.shape != (v, x.shape[-1]) or not w.is_floating_point():
-        raise Unsupported(
-            f"{name}: vocab_size={vocab_size} over tp={tp.size} gives rank {tp.rank} a float weight [{v}, M], here "
-            f"[{v}, {x.shape[-1]}], with x [.., M] and targets [..], got {w.dtype} {list(w.shape)}, x {list(x.shape)}, targets "
-            f"{list(target.shape)}"
-        )
-    if b is not None and (b.shape != (v,) or not b.is_floating_point()):
-        raise Unsupported(f"{name}: bias must be [{v}] as this rank's rows of the weight, got {b.dtype} {list(b.shape)}")
+    tp, w, b = ctx.tp, to_local(weight), None if bias is None else to_local(bias)
+    _check_shapes(x, w, b, target, vocab_size, tp, sequence_parallel)
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise Unsupported(f"{name}: chunk={chunk!r} must be a positive number of tokens, or None")
     needs = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, w, b))
@@ -366,7 +372,7 @@ def linear_cross_entropy(
             )
     rows = enter(x, tp, sequence_parallel, token_sizes).reshape(-1, x.shape[-1])
     if chunk is None:
-        chunk = _default_chunk(rows.shape[0], most, tp.size)
+        chunk = _default_chunk(rows.shape[0], chunk_sizes(vocab_size, tp.size)[0], tp.size)  # the same on every rank
     if needs:
         total: Tensor = _LinearCrossEntropy.apply(rows, w, b, ids, factor, task, chunk)
         return total
