@@ -246,8 +246,8 @@ REFUSED = [
     Refusal('`reduction="none"` with a gradient in `linear_cross_entropy`',
             "`vocab_parallel_cross_entropy`; `token_weight` for fixed factors", [
         made(lambda ctx: tpattn.linear_cross_entropy(
-            torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3), torch.zeros(2).long(), ctx=ctx, vocab_size=8, reduction="none"),
-             "reduction='none' has no gradient", "token_weight", axis="tp"),
+            torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3), torch.zeros(2).long(), ctx=ctx, vocab_size=8,
+            reduction="none"), "reduction='none' has no gradient", "token_weight", axis="tp"),
     ]),
     Refusal("`zero_grad(set_to_none=False)` after partial gradients", "`zero_grad()` as torch's default has it", [
         Call(kept_zeros, ("finish_gradients", "once per step", "set_to_none=True"), error=TpattnError, sends=("all_reduce",)),
