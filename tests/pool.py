@@ -37,7 +37,7 @@ START_SECONDS = 90      # for a pool to start; it takes less than a second once 
 FORKS = multiprocessing.get_context("forkserver")
 # What the fork server imports once for all pools. Not tpattn: a mistake in it must fail a test, not the server.
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "einops", "numpy",
-           "hypothesis", "pytest"]
+           "hypothesis", "pytest", "torch._dynamo"]
 
 
 def ranks(*worlds, timeout=LIMIT_SECONDS):

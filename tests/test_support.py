@@ -9,8 +9,8 @@ import pytest
 import tables
 import torch
 from helpers import close, far, seeded
+from oracle import changed_attention_and_gradients as whole
 from pool import ranks
-from test_attention_options import Changes, whole
 
 from tpattn import AttentionGrid, ParallelContext, RandomKey, SequenceLayout, Unsupported, masks, sequence_attention
 
@@ -95,9 +95,9 @@ def test_each_cell_equals_serial_or_is_refused(rank, world, name):
     softcap, slopes, sinks, dropout = row.changes
     slopes, sinks = (seeded(H, seed=7 + i).abs() if given else None for i, given in enumerate((slopes, sinks)))
     allowed = masks.allowed(mask, torch.arange(T), T)
-    want = whole(q, k, v, g, allowed, None, Changes(softcap, slopes, sinks, dropout))
+    want = whole(q, k, v, g, allowed, None, softcap, slopes, sinks, dropout)
     if name != "no mask":
-        far(want[0], whole(q, k, v, g, torch.ones_like(allowed), None, Changes(None, None, None, None))[0])
+        far(want[0], whole(q, k, v, g, torch.ones_like(allowed))[0])
     with ParallelContext.from_env(cp=world, timeout=60) as ctx:
         for leg, (size, transport) in LEGS.items():
             for kind in row.kinds:
