@@ -10,7 +10,7 @@ from helpers import close, far, seeded
 from pool import ranks
 
 import tpattn
-from tpattn import ParallelContext, SequenceLayout, Unsupported, ledger, masks
+from tpattn import AttentionGrid, ParallelContext, SequenceLayout, Unsupported, ledger, masks, sequence_attention
 
 F64 = torch.float64
 
@@ -172,3 +172,67 @@ def test_two_runs_never_share_a_folder(tmp_path):
     first.communicate(timeout=60)
     done = subprocess.run(second, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
+
+
+# ---- attention: what a caller may do to its arguments ------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_window_longer_than_any_sequence_is_no_limit(rank, world):
+    """right = sys.maxsize, and more than 64 bits, equal no limit: positions plus it would run over."""
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        q, k, v = (seeded(1, 8, 2, 4, seed=3 * rank + i) for i in range(3))
+        want = sequence_attention(q, k, v, ctx=ctx, layout=SequenceLayout.contiguous(16, 2))
+        for huge in (sys.maxsize, 10**30):
+            for mask in (masks.window(None, huge), masks.window(huge, huge), masks.prefix(huge)):
+                close(sequence_attention(q, k, v, ctx=ctx, mask=mask, layout=SequenceLayout.contiguous(16, 2)), want)
+
+
+@ranks(2)
+@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_buffer_that_changes_before_backward_is_an_error_or_no_matter(rank, world, grid):
+    """A dense table or slopes changed in place between forward and backward: torch's error, never other gradients."""
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        layout, grid = SequenceLayout.contiguous(16, 2), AttentionGrid(*grid)
+        table, slopes = torch.ones(8, 16, dtype=torch.bool).tril(), torch.ones(2, dtype=torch.float64)
+        for buffer, options in ((table, {"mask": masks.dense(table)}), (slopes, {"alibi_slopes": slopes})):
+            q, k, v = (seeded(1, 8, 2, 4, seed=3 * rank + i).requires_grad_() for i in range(3))
+            out = sequence_attention(q, k, v, ctx=ctx, layout=layout, grid=grid, **options)
+            buffer.fill_(True)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        for make in (masks.padding, masks.document_ids):
+            buffer = torch.arange(16)[None] < 9
+            buffer = buffer if make is masks.padding else buffer.long()
+            grads = []
+            for change in (False, True):
+                q, k, v = (seeded(1, 8, 2, 4, seed=3 * rank + i).requires_grad_() for i in range(3))
+                mine = buffer.clone()
+                out = sequence_attention(q, k, v, ctx=ctx, mask=make(mine), layout=layout, grid=grid, remat=True)
+                if change:
+                    mine.fill_(0)
+                grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+            close(grads[1], grads[0], 0)
+
+
+@ranks(2)
+def test_rotate_with_auto_takes_a_grid_that_rotates(rank, world):
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx, ledger() as book:
+        q, k, v = (seeded(1, 32, 4, 4, seed=i) for i in range(3))
+        layout = SequenceLayout.contiguous(64, 2)
+        sequence_attention(q, k, v, ctx=ctx, mask=masks.causal(), layout=layout, transport="rotate")
+    assert [m.operation for m in book.messages] == ["rotate"], "though an exchange would take ulysses"
+    assert AttentionGrid.choose(layout, masks.causal(), 4, 4, 4).grid == AttentionGrid(2, 1, 1)
+
+
+def test_arguments_of_other_kinds_are_refused_by_name():
+    ctx, q = ParallelContext.single(), torch.ones(1, 4, 2, 2)
+    for words, options in (
+        ("scale=1000", {"scale": 10**400}), ("scale=True", {"scale": True}), ("kv_heads must name.*got 4", {"kv_heads": 4}),
+        ("alibi_slopes.detach", {"alibi_slopes": torch.ones(2, requires_grad=True)}),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            sequence_attention(q, q, q, ctx=ctx, **options)
+    for arguments in ((64, masks.causal(), 4, 4, 8), (SequenceLayout.zigzag(64, 2), masks.causal(), 5, 2, 8)):
+        with pytest.raises(Unsupported, match=r"AttentionGrid\.choose needs"):
+            AttentionGrid.choose(*arguments)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpattn.errors import Unsupported
 
+_NO_LIMIT = 1 << 40  # a window or prefix longer than this is none: positions plus it stay far from the end of int64
 Intervals = tuple[Tensor, Tensor]  # lo, hi: int64 [b, i, t]; b is 1 or the batch size, i intervals per row, disjoint
 
 
@@ -80,6 +81,7 @@ def window(left: int | None, right: int | None = None) -> Mask:
     for name, value in (("left", left), ("right", right)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise Unsupported(f"masks.window: {name}={value!r} must be None (no limit) or an integer >= 0")
+    left, right = (None if value is not None and value > _NO_LIMIT else value for value in (left, right))
     return _Band("window", left, right)
 
 
@@ -87,7 +89,7 @@ def prefix(n: int) -> Mask:
     """Every query may read the first n keys (join it with `causal() | prefix(n)`)."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise Unsupported(f"masks.prefix: n={n!r} must be an integer >= 0")
-    return _Prefix(n)
+    return _Prefix(min(n, _NO_LIMIT))
 
 
 def documents(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Mask:
@@ -110,19 +112,20 @@ def documents(lengths: Sequence[int] | Sequence[Sequence[int]]) -> Mask:
 def document_ids(ids: Tensor) -> Mask:
     """Query and key must have the same id: `ids` int [S] or [B, S] of the whole sequence, the same on every rank.
 
-    A document may lie in several pieces. A position with a negative id belongs to none: it reads nothing and nobody reads it.
+    A document may lie in several pieces; time and memory grow with the most pieces of one: it is made for few. A position with a
+    negative id belongs to none: it reads nothing and nobody reads it.
     """
     whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not whole or ids.dim() not in (1, 2):
         raise Unsupported(f"masks.document_ids needs integers [S] or [B, S], one id for each token; got {_kind(ids)}")
-    return _DocumentIds((ids if ids.dim() == 2 else ids[None]).detach().cpu().to(torch.int64))
+    return _DocumentIds((ids if ids.dim() == 2 else ids[None]).detach().cpu().to(torch.int64, copy=True))
 
 
 def padding(valid: Tensor) -> Mask:
     """Key j of sequence b may be read where `valid[b, j]`; valid is bool [B, S], the same on every rank."""
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() != 2:
         raise Unsupported(f"masks.padding needs bool [B, S], True for real keys; got {_kind(valid)}")
-    return _Padding(valid.cpu())
+    return _Padding(valid.detach().cpu().clone())  # the caller may use its buffer again
 
 
 def dense(allowed: Tensor) -> Mask:

@@ -625,10 +625,13 @@ class Choice:
 def choose_grid(spec: Spec, D: int, Dv: int, itemsize: int) -> Choice:
     """Every factorisation of the ranks with its work, bytes and messages; `.grid` is the one that "auto" takes.
 
-    spec        everything but the grid, which is not looked at; under `fixed` only grids without merge count
+    spec        everything but the grid, which is not looked at; under `fixed` only grids without merge count, and to rotate only
+                those with a ring
     """
     n, found = spec.q_layout.n, []
-    for grid in (g for g in AttentionGrid.all_of(n) if not (spec.fixed and g.merge > 1)):
+    for grid in AttentionGrid.all_of(n):
+        if (spec.fixed and grid.merge > 1) or (spec.transport == "rotate" and grid.ring == 1 < n):
+            continue
         plan = schedule(replace(spec, grid=grid))
         work = [plan.work(c) for c in range(n)]
         bytes_ = max(sum(plan.received(c, D, Dv, itemsize).values()) for c in range(n))
@@ -650,6 +653,11 @@ def _choose(
     transport: str = "exchange",
 ) -> Choice:
     """What grid="auto" would take for these layouts, mask, heads and dtype, with `.explain()` to say why."""
+    if not isinstance(layout, SequenceLayout) or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise Unsupported(
+            "AttentionGrid.choose needs a SequenceLayout and key heads that divide the query heads, got "
+            f"{layout!r}, num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+        )
     kv_layout, grid, has_table = kv_layout or layout, AttentionGrid(), mask.has_table
     spec = Spec(layout, kv_layout, mask.structure(), has_table, grid, num_heads, num_kv_heads, transport)
     return choose_grid(spec, head_dim, head_dim if value_dim is None else value_dim, dtype.itemsize)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,8 @@ def sequence_attention(
                 are taken for a whole that was not cut, and refused; whole keys of another length look like shares
     grid        how cp is factorised; "auto" keeps the work even, then sends least
     transport   exchange: keys come in one exact-size all-to-all, all at once; rotate: they pass around the ring in steps, each
-                overlapped with the work on the one before, two blocks held at a time. "auto" is exchange
+                overlapped with the work on the one before, two blocks held at a time; with ring=1 nothing rotates, and
+                grid="auto" then takes a grid with a ring. "auto" is exchange
     scale       multiplies q @ k; None = D ** -0.5
     softcap     c: a score s becomes c tanh(s / c), after the scale
     alibi_slopes  [H] (no gradient): -slope |i - j| is added to the score of global positions i and j, after scale and softcap
@@ -119,6 +121,8 @@ def sequence_attention(
     if deterministic:
         backend = HeadByHead(backend)
     axis, mask = ctx.cp, full() if mask is None else mask
+    if q.device.type == "meta" and axis.size > 1:
+        raise Unsupported("q, k, v are on the meta device, where there is nothing to send to the other ranks of cp")
     axis.require_open()
     q_layout, kv_layout = _layouts(q, k, axis, layout, kv_layout)
     B, t, H, D = q.shape
@@ -181,8 +185,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_heads: Sequence[int] | No
         raise Unsupported(
             f"the number of key heads must divide that of query heads, and no size but batch and tokens may be 0; got {shapes}"
         )
-    if kv_heads is not None and (len(kv_heads) != H or sorted(kv_heads) != list(kv_heads) or set(kv_heads) != set(range(K))):
-        raise Unsupported(f"kv_heads must name one of {K} key heads for each of {H} query heads, ascending; got {list(kv_heads)}")
+    if kv_heads is not None:
+        given = list(kv_heads) if isinstance(kv_heads, Sequence) else kv_heads
+        if not isinstance(given, list) or len(given) != H or sorted(given) != given or set(given) != set(range(K)):
+            raise Unsupported(f"kv_heads must name one of {K} key heads for each of {H} query heads, ascending; got {given!r}")
 
 
 def check_options(grid: AttentionGrid | str, transport: str, kernel: str, scale: float | None, n: int) -> None:
@@ -191,9 +197,17 @@ def check_options(grid: AttentionGrid | str, transport: str, kernel: str, scale:
         raise Unsupported(f"transport={transport!r} is not known; there are auto, exchange and rotate")
     if kernel not in ("auto", *NAMES):
         raise Unsupported(f"kernel={kernel!r} is not known; there are auto, {', '.join(NAMES)}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+    if scale is not None and not _finite(scale):
         raise Unsupported(f"scale={scale!r} must be a finite number, or None for head_dim ** -0.5")
     given_grid(grid, n)
+
+
+def _finite(x: object) -> bool:
+    """Whether x is a number, of numpy too, that a float can hold."""
+    try:
+        return isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(float(x))
+    except OverflowError:
+        return False
 
 
 def _agree_tables(table: Tensor, axis: comm.Group) -> None:
@@ -215,6 +229,8 @@ def _check_changes(
         if x is not None and (not isinstance(x, Tensor) or x.shape != (q.shape[2],) or not x.is_floating_point()):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise Unsupported(f"{name} must be a float tensor [H] = [{q.shape[2]}], got {got}")
+    if slopes is not None and slopes.requires_grad:
+        raise Unsupported("alibi_slopes get no gradient, these require one; pass alibi_slopes.detach() if they are not learnt")
     if dropout is not None:
         p, key = dropout if isinstance(dropout, (tuple, list)) and len(dropout) == 2 else (dropout, None)
         if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0 or not isinstance(key, RandomKey):
@@ -598,8 +614,9 @@ class _SequenceAttention(torch.autograd.Function):
         final = {} if run.merges else {key: [sums[key].out.to(q.dtype), sums[key].lse] for key in other_rows}
         kept: list[Blocks] = [{}, {}, final] if run.remat else [other_rows, other_keys, final]
         node.run, node.kept = run, [[(key, len(blocks[key])) for key in blocks] for blocks in kept]
+        numbers = run.table, run.slopes  # saved as q is, so that torch sees a caller's change of them before backward
         node.save_for_backward(
-            q_BtHD, k_BsKD, v_BsKE, sinks, out, lse, *(x for blocks in kept for key in blocks for x in blocks[key])
+            q_BtHD, k_BsKD, v_BsKE, sinks, *numbers, out, lse, *(x for blocks in kept for key in blocks for x in blocks[key])
         )
         lse_BtH = lse.transpose(1, 2)
         node.mark_non_differentiable(lse_BtH)
@@ -611,7 +628,7 @@ class _SequenceAttention(torch.autograd.Function):
     def backward(node: Any, g_BtHE: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = node.run
         plan, me, groups, mine = run.plan, run.me, run.plan.head_groups(run.me), run.plan.heads(run.me)
-        q_BtHD, k_BsKD, v_BsKE, sinks, out_BtHE, lse, *saved = node.saved_tensors
+        q_BtHD, k_BsKD, v_BsKE, sinks, _, _, out_BtHE, lse, *saved = node.saved_tensors
         q, k, v, g, out = (x.transpose(1, 2) for x in (q_BtHD, k_BsKD, v_BsKE, g_BtHE, out_BtHE))
         rest = iter(saved)
         other_rows, other_keys, final = ({key: [next(rest) for _ in range(n)] for key, n in kept} for kept in node.kept)
