@@ -209,7 +209,7 @@ def check(d, ctx):
         for name, x, y in zip(NAMES, got, again, strict=True):
             assert x is None or torch.equal(x, y), f"{name} has other bits in a second run"
     alone = None
-    if dtype.itemsize < 4 or d.deterministic:
+    if dtype != torch.float64 or d.deterministic:
         one = [SequenceLayout.contiguous(x, 1) for x in (d.T, d.S)]
         alone = call(d, ParallelContext.single(), whole, changes, *one, deterministic=d.deterministic)
     if d.sinks:     # each rank has the part of its rows
@@ -219,9 +219,9 @@ def check(d, ctx):
         if x is not None:
             mine = ... if name == "dsinks" else (slice(None), keys if name in ("dk", "dv") else rows)
             try:
-                if dtype.itemsize < 4 and name != "lse":
+                if dtype != torch.float64 and name != "lse":
                     no_worse(x, want[i][mine], dtype, alone[i], want[i])
-                else:   # of numbers of size one: what cancels may be 0
+                else:
                     close(x.double(), want[i][mine], 1e-10 if dtype == torch.float64 else 1e-5)
                 assert not (d.deterministic and i < 3) or torch.equal(x, alone[i][mine]), "other bits than one process"
             except AssertionError as error:
@@ -229,11 +229,14 @@ def check(d, ctx):
 
 
 def no_worse(got, want, dtype, alone, whole):
-    """At most twice the largest error of one process over the whole, which rounds the largest value and sums in float32."""
+    """Within float32's 1e-5 of the largest value, 1 at least, for what cancels may be 0; else at most twice the error of one
+    process in this dtype, which at least rounds the largest value. In float32 the scores of ALiBi may be too large for 1e-5.
+    """
     if got.numel():
         error, undivided = (got.double() - want).abs().max(), (alone.double() - whole).abs().max()
-        rounding = torch.finfo(dtype).eps / 2 * whole.abs().max()
-        allowed = 2 * max(undivided, rounding, torch.tensor(1e-5))
+        largest = whole.abs().max()
+        rounding = torch.finfo(dtype).eps / 2 * largest
+        allowed = max(1e-5 * largest.clamp(min=1), 2 * undivided, 2 * rounding)
         assert error <= allowed, f"error {error:.3g}, undivided {undivided:.3g}, rounding {rounding:.3g}"
 
 

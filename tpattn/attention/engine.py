@@ -33,6 +33,7 @@ from tpattn.kernels import (
     choose,
     merge,
     stand_in,
+    whole_vectors,
     wide_dtype,
 )
 from tpattn.layout import AttentionGrid, SequenceLayout
@@ -97,8 +98,8 @@ def sequence_attention(
     kv_heads    the key head that each query head reads, ascending from 0 to K - 1, alike on every rank; None = the usual groups
     kernel      auto, or a name of `tpattn.kernels.available()`; softcap, ALiBi and dropout need math
     deterministic  out, lse and dq have the same bits on any number of ranks when the edges of the shares are multiples of 256
-                (layouts take block=256): rows are computed in blocks of 256, each over the same calls. dk and dv too for
-                contiguous shares of equally many blocks on a power of two of ranks, when no key head is read by two ranks
+                (layouts take block=256): rows are computed in blocks of 256, head by head, each over the same calls. dk and dv
+                too for contiguous shares of equally many blocks on a power of two of ranks, when no key head is read by two
     remat       keys and rows of others are fetched again in backward instead of kept
     returns     [B, t, H, Dv] in the dtype of q; with return_lse also lse [B, t, H] (float32; float64 for float64), no gradient.
                 A row that may read no key gives 0, lse -inf and gradient 0
@@ -724,9 +725,10 @@ def _fixed_backward(run: _Run, rows: Blocks, keys: Blocks, upstream: Blocks, dq:
 
 def _add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Give every row of out [B, h, T, Dv], lse [B, h, T] one more key without value, in place; a row without keys stays 0."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    out.mul_(torch.exp(lse - total).unsqueeze(-1))
-    lse.copy_(total)
+    rows, old = lse.shape[-1], whole_vectors(lse)
+    total = torch.logaddexp(old, sinks.to(lse.dtype)[:, None].expand_as(old).contiguous())
+    out.mul_(torch.exp(old - total)[..., :rows].unsqueeze(-1))
+    lse.copy_(total[..., :rows])
 
 
 def _send_home(run: _Run, sums: dict[tuple[Any, ...], Accumulator], q: Tensor, sinks: Tensor | None) -> Callable[[], Blocks]:

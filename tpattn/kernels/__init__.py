@@ -8,7 +8,7 @@ K key-value heads (never repeated in memory), Dv the width of v.
 
 from tpattn.kernels.backends import NAMES, Backend, HeadByHead, available, choose
 from tpattn.kernels.calls import HeadGroups, attend, attend_backward, stand_in
-from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, Total, merge, wide_dtype
+from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, Total, merge, whole_vectors, wide_dtype
 
 __all__ = [
     "NAMES",
@@ -27,5 +27,6 @@ __all__ = [
     "choose",
     "merge",
     "stand_in",
+    "whole_vectors",
     "wide_dtype",
 ]

@@ -215,13 +215,24 @@ class Gradients:
     dv: Total
 
 
+def whole_vectors(x: Tensor) -> Tensor:
+    """x [.., T] with contiguous rows, padded to whole vectors.
+
+    exp and log of a number may differ in the last bit between a full vector and its tail (torch 2.13, CPU): so a row's bits do
+    not depend on how many others or which strides come with it.
+    """
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % _VECTOR)).contiguous()
+
+
 def merge(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Add a partial result to a total, in place: both sides weighted by exp(lse). out [.., Dv], lse [..]; -inf = no key."""
-    # exp and log of a number may differ in the last bit between a full vector and its tail (torch 2.13, CPU): with contiguous
-    # rows padded to whole vectors a row's bits do not depend on how many others or which strides come with it.
-    rows, pad = lse.shape[-1], (0, -lse.shape[-1] % _VECTOR)
-    old, new = (torch.nn.functional.pad(x, pad).contiguous() for x in (total_lse, lse))
+    rows = lse.shape[-1]
+    old, new = whole_vectors(total_lse), whole_vectors(lse)
     weight = torch.sigmoid(new - old)
     weight.nan_to_num_(nan=0.0)  # -inf minus -inf: neither side has a key, the total stays 0
-    total.lerp_(out.to(total.dtype), weight[..., :rows].unsqueeze(-1))
+    out, weight = out.to(total.dtype), weight[..., :rows].unsqueeze(-1)
+    if out.shape[-1] > 1:
+        total.lerp_(out, weight)
+    else:  # vectors would run along the rows, and lerp's differ from its tail's in the last bit, as above
+        total.add_((out - total).mul_(weight))
     total_lse.copy_(torch.logaddexp(old, new)[..., :rows])
