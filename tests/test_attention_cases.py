@@ -316,7 +316,7 @@ def test_heads_that_do_not_divide(rank, world, H, K):
             assert got[0].shape[2] == H
 
 
-DIVIDE_OVER_TP = {(2, 8, 2), (2, 5, 5), (4, 14, 7)}     # (tp, H, K)
+LEAVE_A_RANK_WITHOUT = {(4, 5, 5), (4, 6, 3)}       # (tp, H, K)
 
 
 @ranks(2, 4)
@@ -332,7 +332,7 @@ def test_heads_of_a_layer_that_do_not_divide(rank, world, H, K):
             close(got[0], want[0][:, layout.positions(rank)])
             close(got[1:], want[1:])
     with ParallelContext.from_env(tp=world, timeout=60) as ctx:
-        if (world, H, K) in DIVIDE_OVER_TP:
+        if (world, H, K) not in LEAVE_A_RANK_WITHOUT:
             close(layer_and_twin(ctx, 12, H, K, (x, g))[1], want)
             return
         words = f"{H} query heads and {K} key-value heads over tp={world}.*tp could be"
