@@ -108,7 +108,7 @@ def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group]]:
     ctx = next(iter(contexts.values()))
     rules: dict[int, comm.Group] = {}
     for _, module, key, spec in sharded_parameters(model):
-        over_tp = ctx.world if spec.parts in (1, ctx.tp.size) else ctx.split_tp(spec.parts).sums
+        over_tp = ctx.world if spec.parts == ctx.tp.size else ctx.split_tp(spec.parts).sums
         rules[id(module.get_parameter(key))] = over_tp if spec.partial else ctx.dp_cp
     for p in model.parameters():
         if isinstance(p, ReplicatedParameter):

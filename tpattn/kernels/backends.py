@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -63,6 +62,11 @@ def square(kind: str, n: int, device: torch.device) -> Tensor:
     return ones.tril() if kind == "causal" else ones.triu()
 
 
+def of_heads(mask: Tensor | str | None, heads: slice) -> Tensor | str | None:
+    """The mask of these query heads."""
+    return mask[:, heads] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1 else mask
+
+
 def _as_bool(mask: Tensor | str | None, T: int, S: int, device: torch.device) -> Tensor | None:
     if isinstance(mask, str):
         return square("causal", T, device) if T == S else torch.ones(T, S, dtype=torch.bool, device=device).tril()
@@ -89,8 +93,7 @@ class Math(Backend):
 
     @staticmethod
     def _wide(*tensors: Tensor) -> list[Tensor]:
-        wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        return [x.to(wide) for x in tensors]
+        return [x.to(wide_dtype(tensors[0].dtype)) for x in tensors]
 
     @staticmethod
     def _scores(
@@ -301,7 +304,8 @@ class CudaEfficient(Fused):
 
     name = "cuda_efficient"
     note = "CUDA, float32, bfloat16, float16"
-    device, dtypes, multiple = "cuda", (torch.float32, torch.bfloat16, torch.float16), 8
+    device, multiple = "cuda", 8
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     tried = False
 
     def leaf(self, dtype: torch.dtype, backward: bool) -> int:
@@ -362,22 +366,16 @@ class CudaEfficient(Fused):
         return dq, dk, dv
 
 
-class CudaFlash(Fused):
+class CudaFlash(CudaEfficient):
     """torch's flash attention for CUDA. It takes no mask: calls with one go to the memory-efficient op."""
 
     name = "cuda_flash"
     note = "CUDA, bfloat16, float16, head_dim up to 256; calls with a mask run on cuda_efficient"
-    device, dtypes, multiple, widest = "cuda", (torch.bfloat16, torch.float16), 8, 256
-    tried = False
-    _masked = CudaEfficient()
-
-    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
-        """Whole squares: the op skips what its causal flag hides."""
-        return 0
+    dtypes, widest = (torch.bfloat16, torch.float16), 256
 
     def _op(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         if bias is not None:
-            return self._masked._op(q, k, v, bias, causal, scale)
+            return super()._op(q, k, v, bias, causal, scale)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
@@ -394,7 +392,7 @@ class CudaFlash(Fused):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if bias is not None:
-            return self._masked._op_backward(g, q, k, v, out, lse, bias, causal, scale)
+            return super()._op_backward(g, q, k, v, out, lse, bias, causal, scale)
         no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)
         lengths = None, None, q.shape[2], k.shape[2]
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -424,13 +422,7 @@ class HeadByHead(Backend):
         """Each query head, its key head, and what the mask and the change are for it."""
         for i in range(H):
             one, kv = slice(i, i + 1), slice(i // (H // K), i // (H // K) + 1)
-            each = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1
-            part = mask[:, one] if each and isinstance(mask, Tensor) else mask
-            its = change
-            if change is not None:
-                slopes = None if change.slopes is None else change.slopes[one]
-                its = replace(change, heads=change.heads[one], slopes=slopes)
-            yield one, kv, part, its
+            yield one, kv, of_heads(mask, one), None if change is None else change.of_heads(one)
 
     @staticmethod
     def _copy(x: Tensor, heads: slice) -> Tensor:

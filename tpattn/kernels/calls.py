@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tpattn.kernels.backends import Backend, square
+from tpattn.kernels.backends import Backend, of_heads, square
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, windows
 
 _COLUMNS = 128  # keys of a stretch that a dense table may leave out
@@ -87,10 +87,6 @@ def _calls(
             yield Call(call.kind, row, call.rows, key, call.keys, min(together, call.count - i), call.step), mask
 
 
-def _of_heads(mask: Tensor | str | None, heads: slice) -> Tensor | str | None:
-    return mask[:, heads] if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] > 1 else mask
-
-
 def attend(
     into: Accumulator,
     q: Tensor,
@@ -118,7 +114,7 @@ def attend(
                     windows(q[:, q_heads], *rows),
                     windows(k[:, kv_heads], *keys),
                     windows(v[:, kv_heads], *keys),
-                    _of_heads(mask, q_heads),
+                    of_heads(mask, q_heads),
                     scale,
                     None if change is None else change.cut(call, q_heads),
                 )
@@ -153,7 +149,7 @@ def attend_backward(
                     windows(v[:, kv_heads], *keys),
                     windows(out[:, q_heads], *rows),
                     windows(lse[:, q_heads], *rows),
-                    _of_heads(mask, q_heads),
+                    of_heads(mask, q_heads),
                     scale,
                     None if change is None else change.cut(call, q_heads),
                 )

@@ -94,8 +94,11 @@ class Change:
             return torch.stack([x[0, start + i * call.step : start + i * call.step + length] for i in range(call.count)])
 
         rows, keys = windows(self.rows, call.row, call.rows), windows(self.keys, call.key, call.keys)
-        slopes = None if self.slopes is None else self.slopes[heads]
-        return replace(self, rows=rows, keys=keys, heads=self.heads[heads], slopes=slopes)
+        return replace(self.of_heads(heads), rows=rows, keys=keys)
+
+    def of_heads(self, heads: slice) -> Change:
+        """The change for these query heads."""
+        return replace(self, heads=self.heads[heads], slopes=None if self.slopes is None else self.slopes[heads])
 
     def scores(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The changed scores [b, K, G, T, S] and their derivative by the given ones (None = 1)."""

@@ -231,7 +231,7 @@ def agreed_sizes(layer: Any, x: Tensor, token_sizes: Sequence[int] | None) -> li
 
 
 def chunk_count(layer: str, chunks: int | str) -> int:
-    """The number of pieces that `chunks` means: "auto" is 1, which nothing measured on CPU beats (see README, Speed)."""
+    """The number of pieces that `chunks` means: "auto" is 1, since no shape is known yet where more are faster."""
     if chunks == "auto":
         return 1
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
