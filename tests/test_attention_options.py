@@ -21,14 +21,17 @@ def one_call(ctx, layout, grid="auto", mask=None, T=1100, D=32, dtype=torch.floa
 
 @ranks(2, 4)
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("name", ["causal", "full", "documents"])
+@pytest.mark.parametrize("name", ["causal", "full", "documents", "gaps"])
 def test_deterministic_gives_the_bits_of_one_process(rank, world, kind, name):
     """out, lse and dq on any grid with merge 1 and edges at multiples of 256; dk and dv too for contiguous equal blocks.
 
     Also where torch's own bits depend on the strides or on how many heads come together: odd head_dim, and the math kernel.
+    Gaps are keys that no row reads, which only their owner holds.
     """
-    mask = {"causal": masks.causal(), "full": None, "documents": masks.documents([300, 3, 700]) & masks.causal()}[name]
+    read = torch.tensor([i % 230 > 40 for i in range(1100)])
     for T, options in ((1024, {}), (1100, {"D": 5, "kernel": "cpu_flash"}), (1100, {"D": 16, "kernel": "math"})):
+        mask = {"causal": masks.causal(), "full": None, "documents": masks.documents([300, 3, 700]) & masks.causal(),
+                "gaps": masks.padding(read[None, :T]) | masks.documents([1])}[name]
         options |= {"mask": mask, "T": T, "deterministic": True, "sinks": torch.linspace(-1, 2, 4)}
         want = one_call(ParallelContext.single(), SequenceLayout.contiguous(T, 1), **options)
         with ParallelContext.from_env(cp=world, timeout=60) as ctx:

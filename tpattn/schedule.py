@@ -313,11 +313,12 @@ class Schedule:
         lo, hi = (x[part][:, row_index] for x in self._intervals(a))
         tiles: list[Tile] = []
         for i in range(lo.shape[0]):
+            if self.spec.fixed:  # found by global positions: keys that nobody reads are not held everywhere
+                for tile in fixed_tiles(lo[i], hi[i], self.q_positions[a][row_index] // FIXED, self.spec.has_table):
+                    tiles.append(replace(tile, key=int(torch.searchsorted(key_positions, tile.key))))
+                continue
             first, last = torch.searchsorted(key_positions, lo[i]), torch.searchsorted(key_positions, hi[i])
-            if self.spec.fixed:
-                tiles += fixed_tiles(first, last, self.q_positions[a][row_index] // FIXED, self.spec.has_table)
-            else:
-                tiles += table_tiles(first, last) if self.spec.has_table else find_tiles(first, last)
+            tiles += table_tiles(first, last) if self.spec.has_table else find_tiles(first, last)
         return tiles
 
     def work(self, c: int) -> int:
