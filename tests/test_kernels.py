@@ -8,7 +8,6 @@ from oracle import attention_and_gradients
 from tpattn import Unsupported, kernels
 from tpattn.kernels import (
     Accumulator,
-    Call,
     Change,
     Gradients,
     HeadByHead,
@@ -327,7 +326,7 @@ def test_head_by_head_a_head_has_the_bits_that_it_has_alone(name):
         for i in range(6):
             one, kv = slice(i, i + 1), slice(i // 2, i // 2 + 1)
             part = None if mask is None else mask[:, one]
-            its = None if change is None else change.cut(Call("full", 0, T, 0, 300), one)
+            its = None if change is None else change.of_heads(one)
             alone = plain.forward(*(x.contiguous() for x in (q[:, one], k[:, kv], v[:, kv])), part, 0.3, its)
             assert all(torch.equal(a[:, one], b) for a, b in zip(every[0], alone, strict=True)), (T, D, i)
             rows = (x[:, one].contiguous() for x in (out, lse))

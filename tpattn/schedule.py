@@ -22,9 +22,9 @@ from tpattn.layout import AttentionGrid, SequenceLayout, split_sizes
 from tpattn.masks import Mask
 
 Ranges = tuple[tuple[int, int], ...]
-EDGE = 128  # side in tokens of the blocks in which rows with irregular limits are computed
-_BAND = 256  # rows of a block of a wide band
-_SHORT = 32  # runs of fewer rows are joined into such blocks
+EDGE = 128  # least keys of a rectangle inside a ragged block; rows of a block whose table is looked at
+_BAND = 256  # keys; bands of more a row are cut into rectangles and edges, blocks of as many rows
+_SHORT = 32  # runs of fewer rows are joined into ragged blocks of as many
 FIXED = 256  # rows of one call under `fixed`, whole blocks of global positions
 ALL = -1  # stands for all ranks' keys joined in one block, ascending
 _TABLE_KEYS = 2048  # most keys of one tile whose table is looked at
@@ -383,16 +383,16 @@ def find_tiles(lo: Tensor, hi: Tensor) -> list[Tile]:
     """Tiles that cover exactly the pairs lo[row] <= key < hi[row]; lo, hi int64 [rows].
 
     Rows are cut into runs in which lo and hi both step by 0 or 1: (0, 0) is a rectangle, (0, 1) a rectangle and a causal square,
-    (1, 0) a flipped one, (1, 1) a band: per block of rows a rectangle, with flipped and causal squares along its edges. Short
-    runs are joined into ragged blocks.
+    (1, 0) a flipped one, (1, 1) a band: per block of rows a rectangle, with flipped and causal squares along its edges, when it
+    is wide. Narrow bands are ragged blocks, short runs are joined into such.
     """
     tiles: list[Tile] = []
     waiting: list[int] = []  # [first, stop) rows of short runs that wait for a ragged block
 
     def flush() -> None:
         if waiting:
-            for start in range(waiting[0], waiting[1], EDGE):
-                tiles.extend(_ragged(lo, hi, start, min(EDGE, waiting[1] - start)))
+            for start in range(waiting[0], waiting[1], _SHORT):
+                tiles.extend(_ragged(lo, hi, start, min(_SHORT, waiting[1] - start)))
             waiting.clear()
 
     for row, rows, step_lo, step_hi in _runs(lo, hi):
@@ -441,9 +441,9 @@ def _run_tiles(lo: int, hi: int, row: int, rows: int, step_lo: int, step_hi: int
     if (step_lo, step_hi) == (1, 0):
         return [Tile("flipped", row, rows, lo, rows), Tile("full", row, rows, lo + rows, hi - lo - rows)]
     width = hi - lo
-    side = next((s for s in (_BAND, EDGE) if width > s), max(_SHORT, width))
+    side = _BAND if width > _BAND else _SHORT
     blocks = [(start, min(side, rows - start)) for start in range(0, rows, side)]
-    if width > side:
+    if width > _BAND:
         inner = [Tile("full", row + at, here, lo + at + here, width - 1 - here) for at, here in blocks]
         edges = Tile("flipped", row, rows, lo, rows, side=side), Tile("causal", row, rows, hi - 1, rows, side=side)
         return [*inner, *edges]

@@ -30,8 +30,8 @@ class Backend:
         """Whether this backend can compute there, with changed scores (softcap, ALiBi, dropout), heads of so many columns."""
         raise NotImplementedError
 
-    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
-        """Side in tokens of the causal squares that one call computes; larger squares are split as a binary tree."""
+    def leaf(self, dtype: torch.dtype, backward: bool, rows: int) -> int:
+        """Side in tokens of the causal squares that one call computes along so many rows; larger ones are split as a tree."""
         return 128
 
     def forward(
@@ -260,13 +260,18 @@ class CpuFlash(Fused):
     """
 
     _few_keys = 128
+    _many_rows = 256
     name = "cpu_flash"
     note = "CPU, float32, float64, bfloat16, float16"
     device = "cpu"
 
-    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
-        """128: the op's causal flag saves nothing up to 512 (torch 2.13); whole squares where bfloat16 dislikes small calls."""
-        return 0 if backward and dtype in (torch.bfloat16, torch.float16) and _fast_on_cpu(dtype) else 128
+    def leaf(self, dtype: torch.dtype, backward: bool, rows: int) -> int:
+        """The op's causal flag saves nothing up to 512 (torch 2.13), and many small squares in one call take no longer than what
+        they save; few do. Whole squares where bfloat16 dislikes small calls.
+        """
+        if backward and dtype in (torch.bfloat16, torch.float16) and _fast_on_cpu(dtype):
+            return 0
+        return 32 if rows >= self._many_rows else 128
 
     def _op(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         low = q.dtype in (torch.bfloat16, torch.float16)
@@ -308,7 +313,7 @@ class CudaEfficient(Fused):
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     tried = False
 
-    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
+    def leaf(self, dtype: torch.dtype, backward: bool, rows: int) -> int:
         """Whole squares: the op skips what its causal flag hides."""
         return 0
 
@@ -411,9 +416,9 @@ class HeadByHead(Backend):
     def __init__(self, inner: Backend) -> None:
         self.inner, self.name = inner, inner.name
 
-    def leaf(self, dtype: torch.dtype, backward: bool) -> int:
+    def leaf(self, dtype: torch.dtype, backward: bool, rows: int) -> int:
         """That of the other backend."""
-        return self.inner.leaf(dtype, backward)
+        return self.inner.leaf(dtype, backward, rows)
 
     @staticmethod
     def _heads(

@@ -56,8 +56,12 @@ def _spans(block: Tensor) -> list[tuple[int, int]]:
 
 def _calls(
     tile: Tile, B: int, leaf: int, table: Tensor | None, device: torch.device
-) -> Iterator[tuple[Call, Tensor | str | None]]:
-    """The calls of a tile, placed in its block, each with its mask. Only a batch of one can take strided windows."""
+) -> Iterator[tuple[slice, Call, Tensor | str | None]]:
+    """The calls of a tile, placed in its block, each with the sequences it is for and its mask.
+
+    Windows are strided along the batch, so only one sequence at a time can have several: whichever way takes fewer calls.
+    """
+    everyone = slice(0, B)
     if tile.kind == "ragged" or tile.table:
         keys = torch.arange(tile.keys, device=device)
         block = torch.ones(tile.rows, tile.keys, dtype=torch.bool, device=device)
@@ -72,19 +76,20 @@ def _calls(
         for start, stop in spans:
             some = block[..., start:stop]
             call = Call("full", tile.row, tile.rows, tile.key + start, stop - start)
-            yield call, None if tile.table and bool(some.all()) else some
+            yield everyone, call, None if tile.table and bool(some.all()) else some
         return
     if tile.kind == "full":
-        yield Call("full", tile.row, tile.rows, tile.key, tile.keys), None
+        yield everyone, Call("full", tile.row, tile.rows, tile.key, tile.keys), None
         return
     for call in _tree(tile.kind, tile.rows, leaf, tile.side or tile.rows):
         mask: Tensor | str | None = None
         if call.kind != "full":
             mask = "causal" if call.kind == "causal" else square("flipped", call.rows, device)
-        together = max(1, _TOGETHER // call.rows) if B == 1 else 1
-        for i in range(0, call.count, together):
-            row, key = tile.row + call.row + i * call.step, tile.key + call.key + i * call.step
-            yield Call(call.kind, row, call.rows, key, call.keys, min(together, call.count - i), call.step), mask
+        together = max(1, _TOGETHER // call.rows) if call.count > B or B == 1 else 1
+        for seqs in [slice(b, b + 1) for b in range(B)] if together > 1 else [everyone]:
+            for i in range(0, call.count, together):
+                row, key = tile.row + call.row + i * call.step, tile.key + call.key + i * call.step
+                yield seqs, Call(call.kind, row, call.rows, key, call.keys, min(together, call.count - i), call.step), mask
 
 
 def attend(
@@ -106,19 +111,19 @@ def attend(
     change      what happens to the scores of these rows and keys, for backends that support it
     """
     for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
-        for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, False), table, q.device):
+        for seqs, call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, False, tile.rows), table, q.device):
             for q_heads, kv_heads in groups:
                 rows = (call.row, call.rows, call.count, call.step)
                 keys = (call.key, call.keys, call.count, call.step)
                 out, lse = backend.forward(
-                    windows(q[:, q_heads], *rows),
-                    windows(k[:, kv_heads], *keys),
-                    windows(v[:, kv_heads], *keys),
+                    windows(q[seqs, q_heads], *rows),
+                    windows(k[seqs, kv_heads], *keys),
+                    windows(v[seqs, kv_heads], *keys),
                     of_heads(mask, q_heads),
                     scale,
-                    None if change is None else change.cut(call, q_heads),
+                    None if change is None else change.cut(call, seqs, q_heads),
                 )
-                into.add(out, lse, q_heads, call)
+                into.add(out, lse, (seqs, q_heads), *rows)
 
 
 def attend_backward(
@@ -138,24 +143,24 @@ def attend_backward(
 ) -> None:
     """Add the gradients of `attend` for the upstream gradient g [B, H, T, Dv], from the *global* out and lse of the rows."""
     for tile in tiles if q.shape[0] else ():  # an empty batch kills the CPU op
-        for call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, True), table, q.device):
+        for seqs, call, mask in _calls(tile, q.shape[0], backend.leaf(q.dtype, True, tile.rows), table, q.device):
             for q_heads, kv_heads in groups:
                 rows = (call.row, call.rows, call.count, call.step)
                 keys = (call.key, call.keys, call.count, call.step)
                 dq, dk, dv = backend.backward(
-                    windows(g[:, q_heads], *rows),
-                    windows(q[:, q_heads], *rows),
-                    windows(k[:, kv_heads], *keys),
-                    windows(v[:, kv_heads], *keys),
-                    windows(out[:, q_heads], *rows),
-                    windows(lse[:, q_heads], *rows),
+                    windows(g[seqs, q_heads], *rows),
+                    windows(q[seqs, q_heads], *rows),
+                    windows(k[seqs, kv_heads], *keys),
+                    windows(v[seqs, kv_heads], *keys),
+                    windows(out[seqs, q_heads], *rows),
+                    windows(lse[seqs, q_heads], *rows),
                     of_heads(mask, q_heads),
                     scale,
-                    None if change is None else change.cut(call, q_heads),
+                    None if change is None else change.cut(call, seqs, q_heads),
                 )
-                into.dq.add(dq, q_heads, *rows)
-                into.dk.add(dk, kv_heads, *keys)
-                into.dv.add(dv, kv_heads, *keys)
+                into.dq.add(dq, (seqs, q_heads), *rows)
+                into.dk.add(dk, (seqs, kv_heads), *keys)
+                into.dv.add(dv, (seqs, kv_heads), *keys)
 
 
 def stand_in(g: Tensor, delta: Tensor) -> Tensor:

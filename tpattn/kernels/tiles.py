@@ -87,14 +87,14 @@ class Change:
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **moved)
 
-    def cut(self, call: Call, heads: slice) -> Change:
-        """The change for one call's rows, keys and query heads."""
+    def cut(self, call: Call, sequences: slice, heads: slice) -> Change:
+        """The change for one call's rows and keys, for these sequences and query heads of the block."""
 
         def windows(x: Tensor, start: int, length: int) -> Tensor:
             return torch.stack([x[0, start + i * call.step : start + i * call.step + length] for i in range(call.count)])
 
         rows, keys = windows(self.rows, call.row, call.rows), windows(self.keys, call.key, call.keys)
-        return replace(self.of_heads(heads), rows=rows, keys=keys)
+        return replace(self.of_heads(heads), sequences=self.sequences[sequences], rows=rows, keys=keys)
 
     def of_heads(self, heads: slice) -> Change:
         """The change for these query heads."""
@@ -170,14 +170,16 @@ class Accumulator:
         """[B, H, T]"""
         return self._values()[1]
 
-    def add(self, out: Tensor, lse: Tensor, heads: slice, call: Call) -> None:
-        """Add one call's result, a fresh tensor of its backend."""
+    def add(
+        self, out: Tensor, lse: Tensor, place: tuple[slice, slice], start: int, length: int, count: int = 1, step: int = 0
+    ) -> None:
+        """Add one call's result, a fresh tensor of its backend, to these (sequences, heads) at `windows` of rows."""
         wide = wide_dtype(self._like.dtype)
         if self._held is None and lse.shape == self._shape and out.dtype == wide and out.transpose(1, 2).is_contiguous():
             self._held = out, lse.to(wide).contiguous()
             return
-        rows = call.row, call.rows, call.count, call.step
-        merge(windows(self.out[:, heads], *rows), windows(self.lse[:, heads], *rows), out, lse)
+        rows = start, length, count, step
+        merge(windows(self.out[place], *rows), windows(self.lse[place], *rows), out, lse)
 
 
 class Total:
@@ -199,14 +201,14 @@ class Total:
         return self._held
 
     def add(
-        self, piece: Tensor, heads: slice = slice(None), start: int = 0, length: int = -1, count: int = 1, step: int = 0
+        self, piece: Tensor, place: tuple[slice, ...] = (), start: int = 0, length: int = -1, count: int = 1, step: int = 0
     ) -> None:
-        """Add a fresh tensor [count or B, heads, length, D] to these heads at the windows of rows that start there."""
+        """Add a fresh tensor [count or b, h, length, D] to these (sequences, heads), all unless said, at `windows` of rows."""
         if self._held is None and piece.shape == self._like.shape:
             self._held = piece.to(wide_dtype(self._like.dtype))
         else:
             length = piece.shape[2] if length < 0 else length
-            windows(self.value[:, heads], start, length, count, step).add_(piece)
+            windows(self.value[place], start, length, count, step).add_(piece)
 
 
 @dataclass
