@@ -405,9 +405,12 @@ def _drop_empty(lo: Tensor, hi: Tensor) -> Intervals:
 
 
 def _disjoint(lo: Tensor, hi: Tensor, S: int) -> Intervals:
-    """The union of each row's intervals as disjoint intervals: a later one begins where the earlier ones end."""
+    """The union of each row's intervals as disjoint intervals: a later one begins where the earlier ones end.
+
+    Of those that begin alike the longest comes first and hides the others, so that no row is computed in two pieces.
+    """
     lo = torch.where(hi > lo, lo, S)  # empty ones to the end
-    order = lo.argsort(dim=1)
+    order = (lo * (S + 1) - hi).argsort(dim=1)
     lo, hi = lo.gather(1, order), hi.gather(1, order)
     reach = hi.cummax(dim=1).values
     before = torch.cat([torch.zeros_like(reach[:, :1]), reach[:, :-1]], dim=1)

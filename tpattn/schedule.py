@@ -57,13 +57,59 @@ def schedule(spec: Spec) -> Schedule:
     return Schedule(spec)
 
 
+@lru_cache(maxsize=512)
+def _ascending(layout: SequenceLayout, s: int) -> Tensor:
+    """Positions of rank s's tokens, ascending."""
+    return layout.positions(s).sort().values
+
+
+@lru_cache(maxsize=512)
+def _limits(mask: Mask, layout: SequenceLayout, s: int, S: int) -> tuple[Tensor, Tensor]:
+    """lo, hi [parts, i, t] of the rows of rank s, ascending; the same in every grid."""
+    lo, hi = mask.intervals(_ascending(layout, s), S)
+    return lo.contiguous(), hi.contiguous()
+
+
+@lru_cache(maxsize=512)
+def _read_by(mask: Mask, layout: SequenceLayout, members: tuple[int, ...], S: int) -> list[tuple[Tensor, Tensor]]:
+    """For each part: the key positions that any row of these ranks reads, as disjoint ascending intervals."""
+    limits = [_limits(mask, layout, s, S) for s in members]
+    lo, hi = (torch.cat([pair[i].flatten(1) for pair in limits], dim=1) for i in range(2))
+    return [_union(*part) for part in zip(lo, hi, strict=True)]
+
+
+@lru_cache(maxsize=512)
+def _readers(
+    mask: Mask, layout: SequenceLayout, kv_layout: SequenceLayout, owners: tuple[int, ...], fixed: bool
+) -> list[tuple[list[Ranges], int]]:
+    """For each rank: its rows that read keys of these owners, by part, and how many pairs that are."""
+    theirs = torch.zeros(kv_layout.T + 1, dtype=torch.int64)
+    for s in owners:
+        theirs[_ascending(kv_layout, s) + 1] = 1
+    before = theirs.cumsum(0)  # how many of these keys lie before each position
+    found = []
+    for s in range(layout.n):
+        lo, hi = _limits(mask, layout, s, kv_layout.T)
+        pairs = before[hi] - before[lo]  # [parts, i, t]
+        rows = []
+        for some in (pairs > 0).any(1):
+            if fixed:  # whole blocks travel, or the same rows would meet other numbers of rows in a call
+                block = _ascending(layout, s) // FIXED
+                some = torch.isin(block, block[some])
+            edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff()
+            starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
+            rows.append(tuple(zip(starts, stops, strict=True)))
+        found.append((rows, int(pairs.sum())))
+    return found
+
+
 class Schedule:
     """Who computes what and who sends what, for every rank of the cp group."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.n = spec, spec.q_layout.n
-        self.q_positions = [spec.q_layout.positions(s).sort().values for s in range(self.n)]
-        self.k_positions = [spec.kv_layout.positions(s).sort().values for s in range(self.n)]
+        self.q_positions = [_ascending(spec.q_layout, s) for s in range(self.n)]
+        self.k_positions = [_ascending(spec.kv_layout, s) for s in range(self.n)]
         self.coordinates = [spec.grid.coordinates(c) for c in range(self.n)]
         self._heads = _bounds(split_sizes(spec.num_heads, spec.grid.ulysses))
         self._reads = spec.reads or tuple(i * spec.num_kv_heads // spec.num_heads for i in range(spec.num_heads))
@@ -110,11 +156,7 @@ class Schedule:
 
     def _intervals(self, s: int) -> tuple[Tensor, Tensor]:
         """lo, hi [parts, i, t] of rank s's rows."""
-
-        def find() -> tuple[Tensor, ...]:
-            return tuple(x.contiguous() for x in self.spec.mask.intervals(self.q_positions[s], self.spec.kv_layout.T))
-
-        return self._once(("intervals", s), find)
+        return _limits(self.spec.mask, self.spec.q_layout, s, self.spec.kv_layout.T)
 
     @cached_property
     def parts(self) -> int:
@@ -136,10 +178,8 @@ class Schedule:
         """The key positions that any row of ring coordinate r reads, as disjoint ascending intervals (starts, stops)."""
 
         def find() -> tuple[Tensor, Tensor]:
-            pairs = [self._intervals(s) for s in self._members(1, r)]
-            lo = torch.cat([lo[part].flatten() for lo, _ in pairs])
-            hi = torch.cat([hi[part].flatten() for _, hi in pairs])
-            return _union(lo, hi)
+            spec = self.spec
+            return _read_by(spec.mask, spec.q_layout, tuple(self._members(1, r)), spec.kv_layout.T)[part]
 
         return self._once(("needed", part, r), find)
 
@@ -155,17 +195,16 @@ class Schedule:
         if self.coordinates[c][1] != self.coordinates[s][1] or not self.num_heads(c):
             return ()
         m = self.coordinates[c][2]  # ranks that differ in their heads alone need the same rows
-        return self._once(("rows", part, m, s), lambda: self._find_rows(part, self.columns(c), s))
+        return self._reading(m)[s][0][part]
 
-    def _find_rows(self, part: int, columns: Tensor, s: int) -> Ranges:
-        lo, hi = (x[part] for x in self._intervals(s))
-        some = (torch.searchsorted(columns, hi) > torch.searchsorted(columns, lo)).any(dim=0)
-        if self.spec.fixed:  # whole blocks travel, or the same rows would meet other numbers of rows in a call
-            block = self.q_positions[s] // FIXED
-            some = torch.isin(block, block[some])
-        edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff()
-        starts, stops = (torch.nonzero(edges == sign).flatten().tolist() for sign in (1, -1))
-        return tuple(zip(starts, stops, strict=True))
+    def _reading(self, m: int) -> list[tuple[list[Ranges], int]]:
+        """For each rank s: its rows that read keys of merge coordinate m, by part, and how many pairs that are."""
+
+        def find() -> list[tuple[list[Ranges], int]]:
+            spec = self.spec
+            return _readers(spec.mask, spec.q_layout, spec.kv_layout, tuple(self._members(2, m)), spec.fixed)
+
+        return self._once(("reading", m), find)
 
     def keys(self, part: int, c: int, s: int) -> Ranges:
         """Ranges of rank s's keys that rank c reads."""
@@ -324,14 +363,7 @@ class Schedule:
     def work(self, c: int) -> int:
         """(query, key) pairs times heads that rank c computes, as the mask allows them (a dense table aside)."""
         _, r, m = self.coordinates[c]
-        return self._once(("work", r, m), lambda: self._pairs_of(self._members(1, r), self.columns(c))) * self.num_heads(c)
-
-    def _pairs_of(self, members: Sequence[int], columns: Tensor) -> int:
-        total = 0
-        for s in members:
-            lo, hi = self._intervals(s)
-            total += int((torch.searchsorted(columns, hi) - torch.searchsorted(columns, lo)).sum())
-        return total
+        return sum(self._reading(m)[s][1] for s in self._members(1, r)) * self.num_heads(c)
 
     # ---- bytes ----------------------------------------------------------------------------------------------------------
 

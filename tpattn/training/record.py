@@ -42,9 +42,7 @@ class Record:
     stream      where the lines go, standard output unless given
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str] | None, *, steps: int, done: int = 0, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, *, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
         self.steps, self.done = steps, done
         self.stream = sys.stdout if stream is None else stream
         self._live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
