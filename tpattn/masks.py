@@ -122,7 +122,10 @@ def document_ids(ids: Tensor) -> Mask:
 
 
 def padding(valid: Tensor) -> Mask:
-    """Key j of sequence b may be read where `valid[b, j]`; valid is bool [B, S], the same on every rank."""
+    """Key j of sequence b may be read where `valid[b, j]`; valid is bool [B, S], the same on every rank.
+
+    Time and memory grow with the number of pieces that the valid keys of a sequence lie in: it is made for few.
+    """
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.dim() != 2:
         raise Unsupported(f"masks.padding needs bool [B, S], True for real keys; got {_kind(valid)}")
     return _Padding(valid.detach().cpu().clone())  # the caller may use its buffer again
