@@ -127,3 +127,100 @@ def test_gradients_equal_the_undivided_ones_3(rank, world, mesh):
 @EVERY_MESH[4]
 def test_gradients_equal_the_undivided_ones_4(rank, world, mesh):
     check_gradients(mesh, mesh[3], tied=not mesh[3])
+
+
+@ranks(8)
+def test_gradients_of_key_value_heads_that_tp_ranks_share(rank, world):
+    """2 key-value heads on tp = 4: their weights lie on a mesh of their own, and 3 uneven ones on tp = 2 are held by both ranks."""
+    check_gradients((2, 1, 4, True), False)
+
+
+@ranks(4)
+@pytest.mark.parametrize("heads", [{"num_heads": 6, "num_kv_heads": 3}, {"num_heads": 3, "num_kv_heads": 3}, {"num_kv_heads": 1}],
+                         ids=["6 of 3", "3 of 3", "6 of 1"])
+def test_gradients_of_uneven_heads(rank, world, heads):
+    """Query and key-value heads that tp = 2 does not divide: together, or the key-value heads on both ranks."""
+    check_gradients((2, 1, 2, False), False, **heads)
+    check_gradients((1, 2, 2, True), True, **heads)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_of(model):
+    return tpattn.training.adamw(model, lr=0.05)
+
+
+def trained(ctx, steps, model=None, optimizer=None, **options):
+    """(model, optimizer) after these steps."""
+    model = shard(decoder(ctx, **options), ctx) if model is None else model
+    optimizer = optimizer_of(model) if optimizer is None else optimizer
+    for _ in range(steps):
+        backward(model, ctx)
+        finish_gradients(model)
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model, optimizer
+
+
+STATE_MESHES = {2: [(2, 1, 1)], 3: [(3, 1, 1)], 4: [(2, 1, 2), (1, 2, 2)]}
+EVERY_STATE = {n: pytest.mark.parametrize("sizes", m) for n, m in STATE_MESHES.items()}
+
+
+def check_states(sizes, folder):
+    """Weights after steps, whole and from files: fsdp -> one process -> fsdp, with the optimizer's state."""
+    alone = ParallelContext.single()
+    twin, twin_optimizer = trained(alone, 2)
+    with ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        model, optimizer = trained(ctx, 2)
+        got, want = tpattn.whole_state_dict(model), tpattn.whole_state_dict(twin)
+        assert list(got) == list(want)
+        close(list(got.values()), list(want.values()), 1e-8)        # AdamW divides by roots of tiny squares
+        tpattn.save(folder / "fsdp", model, optimizer, ctx=ctx, step=2)
+        # on one process
+        back = decoder(alone)
+        back_optimizer = optimizer_of(back)
+        tpattn.load_latest(folder / "fsdp", back, back_optimizer, ctx=alone)
+        close(list(tpattn.whole_state_dict(back).values()), list(got.values()), 0)
+        trained(alone, 1, back, back_optimizer)
+        trained(ctx, 1, model, optimizer)
+        close(list(tpattn.whole_state_dict(model).values()), list(tpattn.whole_state_dict(back).values()), 1e-8)
+        # and back, from what rank 0 alone saves
+        if ctx.world.rank == 0:
+            tpattn.save(folder / "one", back, back_optimizer, ctx=alone, step=3)
+        tpattn.training.from_rank0("saved", ctx)
+        other, other_optimizer = shard(decoder(ctx), ctx), None
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        other_optimizer = optimizer_of(other)
+        tpattn.load_latest(folder / "one", other, other_optimizer, ctx=ctx)
+        close(list(tpattn.whole_state_dict(other).values()), list(tpattn.whole_state_dict(back).values()), 0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine = undivided(other, ctx, lambda p: other_optimizer.state[p][name])
+            same(mine, undivided(back, alone, lambda p: back_optimizer.state[p][name]))
+        # whole state dicts the other way
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        tpattn.load_whole_state_dict(other, want)
+        close(list(tpattn.whole_state_dict(other).values()), list(want.values()), 0)
+
+
+@ranks(2)
+@EVERY_STATE[2]
+def test_states_2(rank, world, sizes, tmp_path):
+    check_states(sizes, tmp_path)
+
+
+@ranks(3)
+@EVERY_STATE[3]
+def test_states_3(rank, world, sizes, tmp_path):
+    check_states(sizes, tmp_path)
+
+
+@ranks(4)
+@EVERY_STATE[4]
+def test_states_4(rank, world, sizes, tmp_path):
+    check_states(sizes, tmp_path)
