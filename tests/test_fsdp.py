@@ -1,5 +1,8 @@
 """FSDP2 over dp x cp: on every mesh gradients, norm, steps and files are those of the undivided model in float64."""
 
+import functools
+import math
+
 import pytest
 import torch
 from helpers import close, far, seeded
@@ -26,10 +29,11 @@ from tpattn.params import data_dim, gather_data_shares, sharded_parameters, tp_s
 F64, V, T, B = torch.float64, 17, 9, 5
 
 
-def decoder(ctx, **options):
+def decoder_of(ctx, **options):
     """Odd sizes: 17 words, 6 query heads that share 2 key-value heads, 11 inner features, norms of q and k."""
     options = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "ffn": 11, "qk_norm": True, "gate": True, "bias": True, **options}
-    return Transformer(V, 10, 2, ctx=ctx, seed=1, dtype=F64, **options)
+    options = {"hidden": 10, "seed": 1, "dtype": F64, **options}
+    return Transformer(V, num_layers=2, ctx=ctx, **options)
 
 
 def batch(ctx, layout, rows=slice(None), seed=0):
@@ -82,7 +86,7 @@ def same(got, want):
 def serial(options, fused=False):
     """(loss, gradients by name, norm) of one process."""
     alone = ParallelContext.single()
-    twin = decoder(alone, **options)
+    twin = decoder_of(alone, **options)
     loss = backward(twin, alone, fused)
     return loss, undivided(twin, alone), clip_grad_norm_(twin.parameters(), 1e9)
 
@@ -99,7 +103,7 @@ def check_gradients(mesh, fused, **options):
     *sizes, sp = mesh
     want_loss, want, norm = serial(options, fused)
     with ParallelContext.from_env(*sizes, timeout=60) as ctx:
-        model = shard(decoder(ctx, sequence_parallel=sp, **options), ctx)
+        model = shard(decoder_of(ctx, sequence_parallel=sp, **options), ctx)
         assert all(data_dim(p) is not None for p in model.parameters())
         for _ in range(2):          # the second step too
             close(backward(model, ctx, fused), want_loss)
@@ -153,7 +157,7 @@ def optimizer_of(model):
 
 def trained(ctx, steps, model=None, optimizer=None, **options):
     """(model, optimizer) after these steps."""
-    model = shard(decoder(ctx, **options), ctx) if model is None else model
+    model = shard(decoder_of(ctx, **options), ctx) if model is None else model
     optimizer = optimizer_of(model) if optimizer is None else optimizer
     for _ in range(steps):
         backward(model, ctx)
@@ -169,11 +173,14 @@ EVERY_STATE = {n: pytest.mark.parametrize("sizes", m) for n, m in STATE_MESHES.i
 
 
 def check_states(sizes, folder):
-    """Weights after steps, whole and from files: fsdp -> one process -> fsdp, with the optimizer's state."""
-    alone = ParallelContext.single()
-    twin, twin_optimizer = trained(alone, 2)
+    """Weights after steps, whole and from files: fsdp -> one process -> fsdp, with the optimizer's state.
+
+    With 9 features that 2 ranks do not divide, tp and FSDP2 divide the same dimension, unevenly.
+    """
+    alone, decoder = ParallelContext.single(), functools.partial(decoder_of, hidden=9)
+    twin, twin_optimizer = trained(alone, 2, decoder(alone))
     with ParallelContext.from_env(*sizes, timeout=60) as ctx:
-        model, optimizer = trained(ctx, 2)
+        model, optimizer = trained(ctx, 2, shard(decoder(ctx), ctx))
         got, want = tpattn.whole_state_dict(model), tpattn.whole_state_dict(twin)
         assert list(got) == list(want)
         close(list(got.values()), list(want.values()), 1e-8)        # AdamW divides by roots of tiny squares
@@ -224,3 +231,192 @@ def test_states_3(rank, world, sizes, tmp_path):
 @EVERY_STATE[4]
 def test_states_4(rank, world, sizes, tmp_path):
     check_states(sizes, tmp_path)
+
+
+@ranks(6)
+def test_torchs_own_offsets_would_lose_rows(rank, world, tmp_path):
+    """What the blocks are for: 7 rows over tp = 2 and then over dp = 3 lie as 2 2 0 | 1 1 1, of which torch loses the last."""
+    with ParallelContext.from_env(dp=3, tp=2, timeout=60) as ctx:
+        model, want = shard(tpattn.ColumnParallelLinear(4, 7, ctx=ctx, dtype=F64), ctx), seeded(7, 4, seed=4)
+        tpattn.load_whole_state_dict(model, {"weight": want, "bias": want[:, 0]})
+        for blocks in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not blocks:
+                    patch.setattr(tpattn.checkpoint, "_in_blocks", lambda tensors, model: tensors)
+                alone = ParallelContext.single()
+                tpattn.save(tmp_path / str(blocks), model, None, ctx=ctx, step=1)
+                torch.manual_seed(1)
+                other = tpattn.ColumnParallelLinear(4, 7, ctx=alone, dtype=F64)
+                try:
+                    tpattn.load_latest(tmp_path / str(blocks), other, ctx=alone)
+                except TpattnError:
+                    assert not blocks
+                if blocks:
+                    close(other.weight, want, 0)
+                    close(other.bias, want[:, 0], 0)
+                else:
+                    far(other.weight, want)
+
+
+# ---- one step --------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A user's own model: a block, plain layers, parameters declared by `replicated`, one that nobody uses, one frozen."""
+
+    def __init__(self, ctx, sequence_parallel=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.ctx, self.sp = ctx, sequence_parallel
+        self.block = TransformerBlock(10, 6, 2, 4, ffn=11, ctx=ctx, bias=True, sequence_parallel=sequence_parallel, dtype=F64)
+        torch.manual_seed(1)
+        self.plain, self.unused, self.frozen = nn.Linear(10, 5, dtype=F64), nn.Linear(2, 2, dtype=F64), nn.Linear(5, 5, dtype=F64)
+        self.frozen.requires_grad_(False)
+        self.scale = tpattn.replicated(seeded(10, seed=8), ctx)
+        self.shift = tpattn.replicated(seeded(10, seed=9), ctx, grad="same")
+        self.sometimes = nn.Parameter(seeded(10, seed=7))
+
+    def forward(self, x, layout, use=True):
+        if use:
+            x = x + self.sometimes
+        if self.sp:
+            rows = SequenceLayout.contiguous(x.shape[1], self.ctx.tp.size)
+            x = self.block(self.ctx.tp.shard(x, rows), layout=layout) * self.scale
+            x = self.ctx.tp.gather(x, rows)
+        else:
+            x = self.block(x, layout=layout) * self.scale
+        return self.frozen(self.plain(x + self.shift)) * 1.0        # FSDP2 warns of an output that is a view
+
+
+def mixed_backward(model, ctx, rows=slice(None), use=True):
+    layout = SequenceLayout.zigzag(T, ctx.cp.size)
+    x, g = (ctx.cp.shard(seeded(B, T, n, seed=n)[rows].tensor_split(ctx.dp.size)[ctx.dp.rank], layout) for n in (10, 5))
+    model(x, layout, use).backward(g)
+
+
+def mixed_twin(**how):
+    alone = ParallelContext.single()
+    twin = Mixed(alone)
+    mixed_backward(twin, alone, **how)
+    return undivided(twin, alone), clip_grad_norm_(twin.parameters(), 1e9), twin
+
+
+@ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_a_model_of_ones_own(rank, world, sizes):
+    """Plain, frozen and replicated parameters; None where no rank has a gradient; norms of any order from a generator."""
+    want, norm, twin = mixed_twin()
+    assert want["unused.weight"] is None and want["frozen.weight"] is None
+    with ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        model = shard(Mixed(ctx, sequence_parallel=ctx.tp.size > 1), ctx)
+        for _ in range(2):
+            mixed_backward(model, ctx)
+            if ctx.tp.size > 1:
+                far(undivided(model, ctx)["scale"], want["scale"])      # each tp rank scaled other tokens
+            finish_gradients(model, check=True)
+            same(undivided(model, ctx), want)
+            finish_gradients(model)         # a second call does nothing
+            same(undivided(model, ctx), want)
+            for order in (2.0, 1.0, math.inf):
+                close(clip_grad_norm_((p for p in model.parameters()), 1e9, order),
+                      nn.utils.clip_grad_norm_(twin.parameters(), 1e9, order))
+            close(clip_grad_norm_(model.parameters(), norm / 3), norm)
+            close(clip_grad_norm_(model.parameters(), 1e9), norm / 3, 1e-6)
+            model.zero_grad(set_to_none=True)
+        optimizer = torch.optim.AdamW(tpattn.param_groups(model), lr=0.1)
+        before = tpattn.whole_state_dict(model)
+        mixed_backward(model, ctx)
+        finish_gradients(model)
+        optimizer.step()
+        after = tpattn.whole_state_dict(model)
+        moved = {name for name in after if not torch.equal(before[name], after[name])}
+        assert moved == {name for name, grad in want.items() if grad is not None}
+
+
+@ranks(2)
+def test_a_weight_that_one_rank_alone_uses(rank, world):
+    """C54: the others count as zero there."""
+    alone = ParallelContext.single()
+    twin = Mixed(alone)
+    for rows, use in ((slice(0, 3), True), (slice(3, 5), False)):
+        mixed_backward(twin, alone, rows, use)
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        model = shard(Mixed(ctx), ctx)
+        mixed_backward(model, ctx, use=rank == 0)
+        finish_gradients(model)
+        same(undivided(model, ctx), undivided(twin, alone))
+
+
+@ranks(2, 4)
+def test_micro_batches_equal_one_batch(rank, world):
+    """C18: uneven micro-batches, all but the last inside no_sync or none at all; on a model that is not divided too."""
+    alone = ParallelContext.single()
+    twin = decoder_of(alone)
+    backward(twin, alone)
+    want = undivided(twin, alone)
+    splits = [slice(0, 2), slice(2, 5)] if world == 2 else [slice(0, 3), slice(3, 4), slice(4, 5)]
+    with ParallelContext.from_env(*((2, 1, 1) if world == 2 else (1, 2, 2)), timeout=60) as ctx:
+        for quiet, divided in ((True, True), (False, True), (True, False)):
+            model = decoder_of(ctx, sequence_parallel=world == 4)
+            model = shard(model, ctx) if divided else model
+            for _ in range(2):
+                for rows in splits[:-1]:
+                    if quiet:
+                        with no_sync(model):
+                            backward(model, ctx, rows=rows)
+                    else:
+                        backward(model, ctx, rows=rows)
+                if divided and quiet:
+                    assert all(p.grad is None for p in model.parameters()), "nothing was reduced yet"
+                backward(model, ctx, rows=splits[-1])
+                finish_gradients(model)
+                same(undivided(model, ctx), want)
+                model.zero_grad(set_to_none=True)
+
+
+@ranks(2)
+def test_what_is_forgotten_is_noticed(rank, world):
+    """A step or a clip before finish_gradients, a backward after it, a last backward inside no_sync, an optimizer made before."""
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        model = decoder_of(ctx)
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard(model, ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, ctx)
+        with pytest.raises(TpattnError, match="make the optimizer after tpattn.shard"):
+            early.step()
+        for call in (optimizer.step, lambda: clip_grad_norm_(model.parameters(), 1.0)):
+            with pytest.raises(TpattnError, match=r"finish_gradients\(model\)"):
+                call()
+        finish_gradients(model)
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with pytest.raises(TpattnError, match="a backward ran after"):
+            backward(model, ctx)
+            finish_gradients(model)
+        model.zero_grad(set_to_none=True)
+        with no_sync(model):
+            backward(model, ctx)
+        for call in (optimizer.step, lambda: finish_gradients(model), lambda: clip_grad_norm_(model.parameters(), 1.0)):
+            with pytest.raises(TpattnError, match="outside tpattn.no_sync"):
+                call()
+
+
+@ranks(2)
+def test_evaluation_between_steps(rank, world):
+    """A forward without backward leaves the root whole in torch; states, steps and files take the shares all the same."""
+    alone = ParallelContext.single()
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        model, optimizer = trained(ctx, 1)
+        with torch.no_grad():
+            logits = model(torch.arange(6).view(2, 3))
+        state = tpattn.whole_state_dict(model)
+        twin = decoder_of(alone)
+        tpattn.load_whole_state_dict(twin, state)
+        close(logits, twin(torch.arange(6).view(2, 3)))
+        with torch.no_grad():
+            model(torch.arange(6).view(2, 3))
+        trained(ctx, 1, model, optimizer)
+        model.eval()
+        twin_model, _ = trained(alone, 2)
+        close(list(tpattn.whole_state_dict(model).values()), list(tpattn.whole_state_dict(twin_model).values()), 1e-8)

@@ -173,17 +173,23 @@ def _check(p: nn.Parameter, name: str) -> None:
         raise Unsupported(f"shard: {name} {list(p.shape)} is not contiguous, which FSDP2 needs; make it so with .contiguous()")
 
 
-# ---- which gradients there were --------------------------------------------------------------------------------------------
+# ---- at each forward -------------------------------------------------------------------------------------------------------
 
 
 def _watch(unit: Any, ctx: ParallelContext) -> None:
-    """See to it that the gradients of a unit's parameters, whole by now, are noticed. Nothing from the second time on.
+    """See to it that the gradients of a unit's parameters, whole by now, are noticed, and that all ranks reduce in one order.
 
-    torch has no public way from a whole parameter to its share (2.13).
+    Both once. The order: units whose input needs no gradient are reduced when the backward ends, and torch starts with the outermost
+    there. A rank where that input needs one reduces the inner unit first, and the messages of two units meet (torch 2.13, which aborts
+    the process). From the last unit to the outermost all ranks agree. torch has no public way to either.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    state = unit._get_fsdp_state()
+    order = state._state_ctx.all_states
+    if state._is_root and order[0] is state:
+        order.reverse()
+    for group in state._fsdp_param_groups:
         for p in group.fsdp_params:
             if p.sharded_param.requires_grad:
                 track_gathered(p.unsharded_param, p.sharded_param, ctx)

@@ -213,8 +213,8 @@ def clip_grad_norm_(
     raises      TpattnError when finish_gradients was not called; RuntimeError for a non-finite norm if asked to
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    parameters = [p for p in parameters if p.grad is not None]
     require_finished(parameters, "clip_grad_norm_")
+    parameters = [p for p in parameters if p.grad is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise Unsupported(f"clip_grad_norm_: max_norm={max_norm} must be at least 0")

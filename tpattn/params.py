@@ -298,8 +298,8 @@ _gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradie
 
 
 def track(parameter: Tensor, ctx: ParallelContext) -> None:
-    """Watch a parameter's gradient from now on, so that an unreduced one is noticed. Nothing on a context of one rank."""
-    if ctx.world.size == 1 or parameter in _gradients:
+    """Watch a parameter's gradient from now on, so that an unreduced one is noticed. Nothing on a context of one rank, or if frozen."""
+    if ctx.world.size == 1 or parameter in _gradients or not parameter.requires_grad:
         return
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
