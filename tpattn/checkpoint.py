@@ -224,12 +224,12 @@ class _Block(Tensor):
 
     @staticmethod
     def __new__(cls, share: Tensor, starts: tuple[int, ...], shape: torch.Size) -> _Block:
-        block: _Block = Tensor._make_wrapper_subclass(cls, shape, dtype=share.dtype, device=share.device)  # type: ignore[attr-defined]
+        block: _Block = Tensor._make_wrapper_subclass(cls, shape, dtype=share.dtype, device=share.device)
         block.share, block.starts = share, starts
         return block
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"a block of a checkpoint is no tensor to compute with: {func}")

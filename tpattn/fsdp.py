@@ -1,7 +1,7 @@
 """FSDP2 over dp x cp: what each tp rank holds of a model is divided again over the ranks that see other tokens.
 
-Owns the choice of units and of the dimension that divides, and torch's settings under which its sums are ours. Leaves to torch the
-gathering before and the sums after each unit, so their messages are not in tpattn's ledger; to `params` what a share is; to
+Owns the choice of units and of the dimension that divides, and torch's settings under which its sums are ours. Leaves to torch
+the gathering before and the sums after each unit, so their messages are not in tpattn's ledger; to `params` what a share is; to
 `gradients` what is left to do before a step.
 """
 
@@ -26,21 +26,22 @@ from tpattn.params import ReplicatedParameter, ShardedModule, gradient_state, is
 def shard(
     model: nn.Module, ctx: ParallelContext, *, units: Iterable[nn.Module] | None = None, methods: Sequence[str] = ("loss",)
 ) -> nn.Module:
-    """`model` itself, its parameters, gradients and optimizer state divided over dp x cp by torch's FSDP2. Every rank calls it.
+    """`model` itself, with parameters, gradients and optimizer state divided over dp x cp by FSDP2. Every rank calls it.
 
-    Numbers stay those of the undivided model. Call it before the optimizer is made and after any copy.deepcopy; with dp x cp = 1 it
-    changes nothing. A parameter divides along the first dimension that tp does not divide and that dp x cp divides evenly, else
-    along its first one, unevenly if it must be (ranks may then hold nothing of it).
+    Numbers stay those of the undivided model. Call it before the optimizer is made and after any copy.deepcopy, which FSDP2
+    refuses; with dp x cp = 1 it changes nothing. A parameter divides along the first dimension that tp does not divide and that
+    dp x cp divides evenly, else along its first one, unevenly if it must be (ranks may then hold nothing of it).
 
-    units       modules of `model` whose weights are gathered and freed together, each called as a module, by every rank; None = each
-                TransformerBlock. The rest, such as embedding, last norm and head, is the unit of `model` itself
+    units       modules of `model` whose weights are gathered and freed together, each called as a module, by every rank; None =
+                each TransformerBlock. The rest, such as embedding, last norm and head, is the unit of `model` itself
     methods     methods of `model` that compute with its weights beside forward; those that it lacks are skipped
-    raises      Unsupported, before anything is sent and alike on all ranks: a model of another context, one that is divided already,
-                a module list as model or unit, a unit that is no part of the model, a weight that two units share, a parameter
-                without dimensions or elements or one that is not contiguous, trainable parameters of two dtypes in one unit
+    raises      Unsupported, before anything is sent and alike on all ranks: a model of another context, one that is divided
+                already, a module list as model or unit, a unit that is no part of the model, a weight that two units share, a
+                parameter without dimensions or elements or one that is not contiguous, trainable parameters of two dtypes in a
+                unit
 
-    There is no low-precision option: gradients that are parts of sums over tp would be rounded before they are summed. The layers'
-    compute_dtype and torch.autocast cast inside the layers instead. FSDP2's messages are not in tpattn's ledger.
+    There is no low-precision option: gradients that are parts of sums over tp would be rounded before they are summed. The
+    layers' compute_dtype and torch.autocast cast inside the layers instead. FSDP2's messages are not in tpattn's ledger.
     """
     groups = _units(model, ctx, units)
     if ctx.dp_cp.size == 1:
@@ -77,9 +78,10 @@ def shard(
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside add to gradients that are not reduced yet: every micro-batch of a step but the last runs inside.
 
-    On a model that `shard` divided it saves a sum over dp x cp per micro-batch, and keeps whole gradients meanwhile; nothing changes
-    on any other, whose gradients `finish_gradients` sums once in any case. The last backward must run outside: finish_gradients,
-    clip_grad_norm_ and the optimizer's step raise TpattnError otherwise. zero_grad does not reach what FSDP2 keeps in between.
+    On a model that `shard` divided it saves a sum over dp x cp per micro-batch, and keeps whole gradients meanwhile; nothing
+    changes on any other, whose gradients `finish_gradients` sums once in any case. The last backward must run outside:
+    finish_gradients, clip_grad_norm_ and the optimizer's step raise TpattnError otherwise. zero_grad does not reach what FSDP2
+    keeps in between, so a step that was begun must be ended.
     """
     units: list[Any] = [module for module in model.modules() if is_unit(module)]
     for unit in units:
@@ -123,7 +125,7 @@ def _units(model: nn.Module, ctx: ParallelContext, units: Iterable[nn.Module] | 
     for m in model.modules():
         if is_unit(m):
             raise Unsupported(f"shard: {names[id(m)] or type(m).__name__} is divided by FSDP2 already; shard a model once")
-        if id(m) in chosen and type(m).forward is nn.Module.forward:  # type: ignore[comparison-overlap]
+        if id(m) in chosen and type(m).forward is nn.Module.forward:
             raise Unsupported(
                 f"shard: {names[id(m)] or 'the model'} is a {type(m).__name__} without a forward of its own; give its modules as "
                 "units=, inside a model that calls them"
@@ -139,8 +141,8 @@ def _units(model: nn.Module, ctx: ParallelContext, units: Iterable[nn.Module] | 
             other, name = first.setdefault(id(p), (unit, prefix + key))
             if other != unit:
                 raise Unsupported(
-                    f"shard: {name} and {prefix}{key} are one parameter in two units, of which FSDP2 would make two; give units= that "
-                    "leave both to the same one"
+                    f"shard: {name} and {prefix}{key} are one parameter in two units, of which FSDP2 would make two; give units= "
+                    "that leave both to the same one"
                 )
             if name == prefix + key:
                 _check(p, name)
@@ -157,8 +159,8 @@ def _units(model: nn.Module, ctx: ParallelContext, units: Iterable[nn.Module] | 
         if len(dtypes) > 1:
             raise Unsupported(
                 f"shard: the unit {names[key] or type(model).__name__} has trainable parameters of "
-                f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, and FSDP2 reduces one dtype per unit; give the "
-                "modules of each dtype as units="
+                f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, and FSDP2 reduces one dtype per unit; give "
+                "the modules of each dtype as units="
             )
     inner_first = sorted(chosen, key=lambda key: -names[key].count(".") - (names[key] != ""))
     return [(chosen[key], owners[key]) for key in inner_first]
@@ -179,9 +181,9 @@ def _check(p: nn.Parameter, name: str) -> None:
 def _watch(unit: Any, ctx: ParallelContext) -> None:
     """See to it that the gradients of a unit's parameters, whole by now, are noticed, and that all ranks reduce in one order.
 
-    Both once. The order: units whose input needs no gradient are reduced when the backward ends, and torch starts with the outermost
-    there. A rank where that input needs one reduces the inner unit first, and the messages of two units meet (torch 2.13, which aborts
-    the process). From the last unit to the outermost all ranks agree. torch has no public way to either.
+    Both once. The order: units whose input needs no gradient are reduced when the backward ends, and torch starts with the
+    outermost there. A rank where that input needs one reduces the inner unit first, and the messages of two units meet (torch
+    2.13: the process aborts). From the last unit to the outermost all ranks agree. torch has no public way to either.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return

@@ -39,9 +39,9 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
     over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero there, one missing everywhere stays None.
     A second call does nothing.
 
-    On a model that `shard` divided FSDP2 has summed over dp x cp, and over tp what is partial there, when the backward ended; what is
-    left is one message that tells which gradients no rank has (FSDP2 makes them zeros, they become None), and the sum over tp of
-    `replicated` parameters.
+    On a model that `shard` divided FSDP2 has summed over dp x cp, and over tp what is partial there, when the backward ended;
+    what is left is one message that tells which gradients no rank has (FSDP2 makes them zeros, they become None), and the sum
+    over tp of `replicated` parameters.
 
     check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
                 divided; costs a gather of each, for a first step or a test
@@ -124,7 +124,7 @@ def _is_finished(p: Tensor) -> bool:
 
 
 def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group | None]]:
-    """The context of the model's layers, and for each parameter the ranks over which its gradient is a sum; None = it is complete.
+    """The context of the model's layers, and for each parameter the ranks that hold parts of its gradient; None = it is complete.
 
     Where a parameter is not named these are dp x cp.
     """
@@ -138,13 +138,13 @@ def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group | No
             rules[id(p)] = ctx.world if p.rule == "partial" and ctx.tp.size > 1 else ctx.dp_cp
         elif data_dim(p) is not None:
             rules[id(p)] = None
-    for module in model.modules():
-        if is_unit(module) and not hasattr(module, REPLICATED):
+    for unit in model.modules():
+        if is_unit(unit) and not hasattr(unit, REPLICATED):
             raise Unsupported(
-                f"finish_gradients: {type(module).__name__} was divided by torch's fully_shard, which knows neither our sums nor tp; "
+                f"finish_gradients: {type(unit).__name__} was divided by torch's fully_shard, which takes means where we sum; "
                 "divide the model with tpattn.shard(model, ctx)"
             )
-        for owner, key, rule in getattr(module, REPLICATED, ()):
+        for owner, key, rule in getattr(unit, REPLICATED, ()):
             rules[id(owner.get_parameter(key))] = ctx.tp if rule == "partial" else None
     return ctx, rules
 
@@ -223,6 +223,7 @@ def clip_grad_norm_(
     infinite = norm_type == float("inf")
     grads = [to_local(p.grad) for p in parameters if p.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
+    group: comm.Group
     sums: dict[int, tuple[comm.Group, Tensor]] = {}  # mesh -> its group, and the local sum (or maximum) of its gradients
     plain = torch.zeros((), dtype=torch.float64, device=device)
     for p, g in zip(parameters, grads, strict=True):

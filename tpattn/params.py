@@ -2,8 +2,8 @@
 
 With tp > 1 a parameter is a DTensor on the tp mesh, `Shard(dim)` or `Replicate()`; with tp = 1 it is plain. Initial values are
 those of the undivided model, from (seed, full name, global index). What a layer knows of its parameters stands in its `specs`,
-not on the tensors, where deepcopy would lose it. `fsdp.shard` divides each tp share again over dp x cp, as the last division; that
-a parameter is so divided is read from its mesh.
+not on the tensors, where deepcopy would lose it. `fsdp.shard` divides each tp share again over dp x cp; that a parameter is so
+divided is read from its mesh.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def to_local(parameter: Tensor, partial: bool = False) -> Tensor:
 
 
 def data_dim(x: Tensor) -> int | None:
-    """The dimension along which FSDP2 has divided a parameter (or its gradient, or its state) over dp x cp; None = it has not."""
+    """The dimension along which FSDP2 has divided a parameter (or its gradient or state) over dp x cp; None = it has not."""
     if not isinstance(x, DTensor) or (x.device_mesh.mesh_dim_names or ("",))[0] != DATA_AXIS:
         return None
     placement: Any = x.placements[0]  # Shard, or torch's private _StridedShard where tp divides the same dimension
@@ -211,14 +211,14 @@ def require_gathered(parameter: Tensor, what: str) -> None:
     """Raise Unsupported for a parameter to compute with that is divided over dp x cp at the moment."""
     if data_dim(parameter) is not None:
         raise Unsupported(
-            f"{what} is used while FSDP2 has divided it over dp x cp: it is whole only inside the forward of the unit that holds it; "
-            "call the unit itself, or name the method in tpattn.shard(model, ctx, methods=...), and give a layer whose weight others "
-            "read no unit of its own"
+            f"{what} is used while FSDP2 has divided it over dp x cp: it is whole only inside the forward of the unit that holds "
+            "it; call the unit itself, or name the method in tpattn.shard(model, ctx, methods=...), and give a layer whose "
+            "weight others read no unit of its own"
         )
 
 
 def reshard(model: nn.Module) -> None:
-    """Put back the shares of parameters that FSDP2 has left whole: those of the outermost unit, after a forward without backward."""
+    """Put back the shares of what FSDP2 has left whole: parameters of the outermost unit, after a forward without backward."""
     for module in model.modules():
         if is_unit(module):
             module.reshard()  # type: ignore[operator]
@@ -298,7 +298,7 @@ _gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradie
 
 
 def track(parameter: Tensor, ctx: ParallelContext) -> None:
-    """Watch a parameter's gradient from now on, so that an unreduced one is noticed. Nothing on a context of one rank, or if frozen."""
+    """Watch a parameter's gradient from now on, so that an unreduced one is noticed; unless it is frozen, or ctx has one rank."""
     if ctx.world.size == 1 or parameter in _gradients or not parameter.requires_grad:
         return
     if not ctx.watches_optimizers:
@@ -342,8 +342,8 @@ def require_finished(parameters: Iterable[Tensor], what: str) -> None:
         state = gradient_state(p)
         if state is not None and state.replaced:
             raise TpattnError(
-                f"{what}: a parameter of shape {list(p.shape)} is no longer the model's: tpattn.shard has put its share in its place; "
-                "make the optimizer after tpattn.shard"
+                f"{what}: a parameter of shape {list(p.shape)} is no longer the model's: tpattn.shard has put its share in its "
+                "place; make the optimizer after tpattn.shard"
             )
         if state is not None and state.waits:
             raise TpattnError(f"{what}: the gradient of a parameter of shape {list(p.shape)} {WAITS}")
@@ -497,7 +497,7 @@ def tp_share_shape(spec: Spec, tp: comm.Group) -> tuple[int, ...]:
 
 
 def own_data_share(share: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
-    """This rank's piece over dp x cp of a tp share, divided as the parameter `like` is; a view. All of it where FSDP2 is not used."""
+    """This rank's piece over dp x cp of a tp share, divided as the parameter `like` is; a view. All of it without FSDP2."""
     dim = data_dim(like)
     if dim is None:
         return share
@@ -507,7 +507,7 @@ def own_data_share(share: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def gather_data_shares(x: Tensor, shape: Sequence[int], ctx: ParallelContext) -> Tensor:
-    """The plain tp share, of this shape, of a parameter (or gradient, or state): one all-gather over dp x cp if FSDP2 divided it."""
+    """The tp share, of this shape, of a parameter (or gradient or state): one all-gather over dp x cp if FSDP2 divided it."""
     local, dim = to_local(x).detach(), data_dim(x)
     if dim is None:
         return local
