@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers import close, far, seeded
 from pool import ranks
+from small_run import Curve, small, text
+from small_run import T as SMALL_T
 from torch import nn
 
 import tpattn
@@ -31,8 +33,8 @@ F64, V, T, B = torch.float64, 17, 9, 5
 
 def decoder_of(ctx, **options):
     """Odd sizes: 17 words, 6 query heads that share 2 key-value heads, 11 inner features, norms of q and k."""
-    options = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "ffn": 11, "bias": True, "qk_norm": True, "gate": True, **options}
-    options = {"hidden": 10, "seed": 1, "dtype": F64, **options}
+    options = {"hidden": 10, "num_heads": 6, "num_kv_heads": 2, "head_dim": 4, "ffn": 11, "bias": True, **options}
+    options = {"seed": 1, "dtype": F64, "qk_norm": True, "gate": True, **options}
     return Transformer(V, num_layers=2, ctx=ctx, **options)
 
 
@@ -420,3 +422,168 @@ def test_evaluation_between_steps(rank, world):
         model.eval()
         twin_model, _ = trained(alone, 2)
         close(list(tpattn.whole_state_dict(model).values()), list(tpattn.whole_state_dict(twin_model).values()), 1e-8)
+
+
+# ---- with the rest ---------------------------------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
+def test_a_loss_curve_is_that_of_one_process(rank, world, fused):
+    """The trainer's loop: loss, gradient norm and final weights of 8 steps, with dropout."""
+    options = {"num_heads": 6, "num_kv_heads": 2, "tied": fused, "dropout": 0.1, "attention_dropout": 0.1}
+
+    def curve(ctx, **more):
+        model, record = small(ctx, **options, **more), Curve()
+        model = shard(model, ctx)
+        optimizer = optimizer_of(model)
+        tpattn.training.train(model, optimizer, text(), ctx=ctx, schedule=tpattn.training.Schedule(0.03, 8, 2), seed=7, clip=1.0,
+                              layout=SequenceLayout.zigzag(SMALL_T, ctx.cp.size), fused_loss=fused, record=record)
+        return torch.tensor(record.rows, dtype=F64), tpattn.whole_state_dict(model)
+
+    want, want_weights = curve(ParallelContext.single())
+    with ParallelContext.from_env(*((1, 2, 1) if world == 2 else (2, 1, 2)), timeout=60) as ctx:
+        got, weights = curve(ctx, sequence_parallel=world == 4)
+    assert want[-1, 0] < want[0, 0]
+    close(got[:, 0], want[:, 0], 1e-9)
+    close(got[:, 1], want[:, 1], 1e-8)
+    close(list(weights.values()), list(want_weights.values()), 1e-7)
+
+
+@ranks(2)
+def test_memory_of_a_rank_is_divided(rank, world):
+    """What the rank holds of weights, gradients and AdamW's state is half, up to uneven dimensions."""
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        model, optimizer = trained(ctx, 1)
+        backward(model, ctx)
+        finish_gradients(model)
+        whole_size = sum(p.numel() for p in model.parameters())
+        own = sum(p.to_local().numel() for p in model.parameters())
+        assert own <= 0.51 * whole_size
+        assert own == sum(p.grad.to_local().numel() for p in model.parameters())
+        assert own == sum(optimizer.state[p]["exp_avg"].to_local().numel() for p in model.parameters())
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(rank, world, reentrant):
+    """Of each block, in both of torch's forms: the same gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    _, want, _ = serial({})
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        model = shard(decoder_of(ctx), ctx)
+        for block in model.blocks:
+            run = block.forward
+            block.forward = lambda x, run=run, **options: checkpoint(lambda y: run(y, **options), x, use_reentrant=reentrant)
+        for _ in range(2):
+            backward(model, ctx)
+            finish_gradients(model)
+            same(undivided(model, ctx), want)
+            model.zero_grad()
+
+
+@ranks(4)
+def test_low_precision_is_the_layers(rank, world):
+    """compute_dtype and autocast: float32 weights and gradients, summed in float32, as near to float64 as on one process."""
+    want = {name: g.float() for name, g in serial({})[1].items()}
+
+    def error(ctx, how, **options):
+        model = decoder_of(ctx, dtype=torch.float32, compute_dtype=torch.bfloat16 if how == "layers" else None, **options)
+        model = shard(model, ctx)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            backward(model, ctx)
+        finish_gradients(model)
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        return max(float((g - want[n]).norm() / want[n].norm()) for n, g in undivided(model, ctx).items())
+
+    for how in ("layers", "autocast"):
+        alone = error(ParallelContext.single(), how)
+        with ParallelContext.from_env(dp=2, tp=2, timeout=60) as ctx:
+            assert error(ctx, how, sequence_parallel=True) <= 2 * alone
+
+
+@ranks(4)
+def test_initial_values_and_meta_parameters(rank, world):
+    """Divided after it was filled, a model has the values of one process; divided on meta, it is filled the same afterwards."""
+    from tpattn.params import finish_init
+
+    alone = ParallelContext.single()
+    want = tpattn.whole_state_dict(decoder_of(alone, hidden=9))
+    with ParallelContext.from_env(dp=2, tp=2, timeout=60) as ctx:
+        close(list(tpattn.whole_state_dict(shard(decoder_of(ctx, hidden=9), ctx)).values()), list(want.values()), 0)
+        with torch.device("meta"):
+            model = shard(decoder_of(ctx, hidden=9), ctx)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(torch.nan)
+        finish_init(model, ctx, 1)
+        close(list(tpattn.whole_state_dict(model).values()), list(want.values()), 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, ctx)
+        with pytest.raises(TpattnError, match="finish_gradients"):
+            optimizer.step()
+        finish_gradients(model)
+        twin = decoder_of(alone, hidden=9)
+        backward(twin, alone)
+        same(undivided(model, ctx), undivided(twin, alone))
+
+
+@ranks(2)
+def test_units_and_methods_of_ones_own(rank, world):
+    """units= and methods=: a model without blocks; a method that is not named is refused where it would compute with a share."""
+    class Net(nn.Module):
+        def __init__(self, ctx):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([tpattn.ParallelMLP(6, 10, ctx=ctx, dtype=F64) for _ in range(2)])
+            self.norm = tpattn.RMSNorm(6, ctx=ctx, dtype=F64)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.norm(x)
+
+        def score(self, x):
+            return self(x).square().sum() + self.norm(x).sum()
+
+        def other(self, x):
+            return self.norm(x).sum()
+
+    alone = ParallelContext.single()
+    twin, x = Net(alone), seeded(4, 6, seed=0)
+    twin.score(x).backward()
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        whole_net = Net(ctx)
+        model = shard(whole_net, ctx, units=whole_net.layers, methods=["score"])
+        assert model is whole_net
+        assert sum(isinstance(m, torch.distributed.fsdp.FSDPModule) for m in model.modules()) == 3
+        model.score(x.tensor_split(2)[rank]).backward()
+        finish_gradients(model)
+        same(undivided(model, ctx), undivided(twin, alone))
+        with pytest.raises(Unsupported, match="RMSNorm.weight is used while FSDP2 has divided it"):
+            model.other(x)
+        model = Net(ctx)
+        with pytest.raises(Unsupported, match="head: weight is used|linear_cross_entropy: weight is used"):
+            lone = shard(tpattn.ColumnParallelLinear(6, 8, ctx=ctx, bias=False, dtype=F64), ctx)
+            tpattn.linear_cross_entropy(x, lone.weight, torch.zeros(4).long(), ctx=ctx, vocab_size=8)
+
+
+@ranks(2)
+def test_what_torch_cannot_is_said_as_torch_says_it(rank, world):
+    """copy.deepcopy of a divided model is torch's own refusal; with dp x cp = 1 the model stays as it is; fully_shard is told."""
+    import copy
+
+    from torch.distributed.fsdp import fully_shard
+
+    with ParallelContext.from_env(dp=2, timeout=60) as ctx:
+        with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+            copy.deepcopy(shard(decoder_of(ctx), ctx))
+        other = fully_shard(decoder_of(ctx), mesh=ctx.dp_cp_mesh())
+        with pytest.raises(Unsupported, match="fully_shard"):
+            finish_gradients(other)
+    with ParallelContext.from_env(tp=2, timeout=60) as ctx:
+        model = decoder_of(ctx)
+        before = list(model.parameters())
+        assert shard(model, ctx) is model and all(p is q for p, q in zip(before, model.parameters(), strict=True))

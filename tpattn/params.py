@@ -301,6 +301,8 @@ def track(parameter: Tensor, ctx: ParallelContext) -> None:
     """Watch a parameter's gradient from now on, so that an unreduced one is noticed; unless it is frozen, or ctx has one rank."""
     if ctx.world.size == 1 or parameter in _gradients or not parameter.requires_grad:
         return
+    if parameter.is_meta:  # to_empty, which swaps DTensors, refuses those that anything refers to weakly (torch 2.13)
+        return
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
         ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
@@ -542,8 +544,8 @@ def context_of(model: nn.Module) -> ParallelContext:
     contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
     if len(contexts) != 1:
         raise Unsupported(
-            f"finish_gradients needs a model with tpattn layers of one ParallelContext, found {len(contexts)} contexts in "
-            f"{type(model).__name__}"
+            "a model with tpattn layers of one ParallelContext is needed, found "
+            f"{len(contexts)} contexts in {type(model).__name__}"
         )
     return next(iter(contexts.values()))
 
