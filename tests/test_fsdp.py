@@ -325,7 +325,7 @@ def test_a_model_of_ones_own(rank, world, sizes):
             close(clip_grad_norm_(model.parameters(), norm / 3), norm)
             close(clip_grad_norm_(model.parameters(), 1e9), norm / 3, 1e-6)
             model.zero_grad(set_to_none=True)
-        optimizer = torch.optim.AdamW(tpattn.param_groups(model), lr=0.1)
+        optimizer = torch.optim.AdamW(tpattn.param_groups(model), lr=0.1, foreach=True)
         before = tpattn.whole_state_dict(model)
         mixed_backward(model, ctx)
         finish_gradients(model)
@@ -587,3 +587,25 @@ def test_what_torch_cannot_is_said_as_torch_says_it(rank, world):
         model = decoder_of(ctx)
         before = list(model.parameters())
         assert shard(model, ctx) is model and all(p is q for p, q in zip(before, model.parameters(), strict=True))
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore")           # torch's own, of what it compiles
+def test_under_torch_compile(rank, world):
+    """Blocks compiled before or after they are divided: the same gradients; nothing is dropped for not having been watched."""
+    _, want, _ = serial({})
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        for early in (True, False):
+            torch._dynamo.reset()
+            model = decoder_of(ctx)
+            if not early:
+                shard(model, ctx)
+            for block in model.blocks:
+                block.compile(backend="eager")
+            if early:
+                shard(model, ctx)
+            for _ in range(2):
+                backward(model, ctx)
+                finish_gradients(model)
+                same(undivided(model, ctx), want)
+                model.zero_grad()

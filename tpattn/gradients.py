@@ -86,7 +86,7 @@ def _drop_unused(parameters: Sequence[Tensor], ctx: ParallelContext) -> None:
     if not parameters:
         return
     states = [gradient_state(p) for p in parameters]
-    used = torch.tensor([float(s is not None and s.used) for s in states], device=ctx.device)
+    used = torch.tensor([float(s is None or s.used or not s.watched) for s in states], device=ctx.device)
     for p, ranks in zip(parameters, comm.all_reduce(used, ctx.world, direction="backward").tolist(), strict=True):
         if ranks == 0:
             p.grad = None

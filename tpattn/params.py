@@ -271,6 +271,7 @@ class _Gradients:
     def __init__(self, ctx: ParallelContext) -> None:
         # The context's groups: the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes).
         self.tp, self.world = ctx.tp, ctx.world
+        self.watched = False  # FSDP2 only: `used` and `waits` are known
         self.used = False  # FSDP2 only: a backward has reached the gathered parameter since the last finish
         self.waits = False  # FSDP2 only: what that backward added is kept for a later one to reduce (no_sync)
         self.replaced = False  # `shard` has put another parameter in this one's place
@@ -323,6 +324,7 @@ def track_gathered(gathered: Tensor, share: Tensor, ctx: ParallelContext) -> Non
     if state is None or gradient_state(gathered) is state:
         return
     _gradients[gathered] = state
+    state.watched = True
 
     def after_backward(p: Tensor) -> None:
         state.used = state.waits = True  # until FSDP2 has reduced it and calls the hook of the share
