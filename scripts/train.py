@@ -37,7 +37,7 @@ CONFIGS = ROOT / "configs"
 # What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
 FREE = (
     *("parallel.", "attention.", "run.", "data.path"),
-    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every", "train.fused_loss"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every", "train.fused_loss", "train.fsdp"),
 )
 
 

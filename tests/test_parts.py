@@ -78,3 +78,19 @@ def test_what_is_no_written_config_is_one_message(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told) as error:
         load_dumped(tmp_path / "config.yaml")
     assert "\n" not in str(error.value)
+
+
+@ranks(2)
+def test_train_fsdp_divides_the_model_before_the_optimizer_is_made(rank, world, tmp_path):
+    """Every weight is divided over dp x cp, and the optimizer holds these; a step runs. Off by default."""
+    from tpattn.params import data_dim
+    from tpattn.training import train_step
+
+    (tmp_path / "a").write_text(WORDS)
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        for on in (True, False):
+            run = parts(config(f"data.path={tmp_path / 'a'}", *(["train.fsdp=true"] if on else [])), ctx)
+            assert {data_dim(p) is not None for p in run.model.parameters()} == {on}
+            held = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+            assert held == {id(p) for p in run.model.parameters()}
+            train_step(run.model, run.optimizer, run.batches.batch(0, ctx, run.layout), ctx=ctx, fused_loss=on)

@@ -73,7 +73,7 @@ def blocks():
 @ranks(4)
 def test_the_other_code_runs(rank, world):
     """Layers alone, attention by itself and the ledger, as they stand, on the meshes they are written for."""
-    layers, attention, book = blocks()[1:4]
+    layers, attention, book = [block for block in blocks() if "tpattn.shard" not in block][1:4]
     with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
         names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": tpattn.SequenceLayout.zigzag(11, 2)}
         exec(layers, names)
@@ -90,6 +90,26 @@ def test_the_other_code_runs(rank, world):
     want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole.values()), attn_mask=mask)
     close(names["out"], want.transpose(1, 2)[:, mine])
     names["ctx"].close()
+
+
+@ranks(4)
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)])
+def test_the_fsdp_code_runs_and_gives_the_weights_of_one_process(rank, world, sizes):
+    """The block under "FSDP2", as it stands: two uneven micro-batches are one step."""
+    (code,) = [block for block in blocks() if "tpattn.shard" in block]
+    ids = seeded(5, 14, seed=0, dtype=torch.int64) % 257
+
+    def weights(ctx):
+        layout = tpattn.SequenceLayout.zigzag(13, ctx.cp.size)
+        rows = [part.tensor_split(ctx.dp.size)[ctx.dp.rank] for part in (ids[:3], ids[3:])]
+        batches = [[ctx.cp.shard(x, layout) for x in (r[:, :-1], r[:, 1:])] for r in rows]
+        names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": layout, "micro_batches": batches, "count": 5 * 13}
+        exec(code, names)
+        return tpattn.whole_state_dict(names["model"])
+
+    want = weights(tpattn.ParallelContext.single())
+    with tpattn.ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        close(list(weights(ctx).values()), list(want.values()), 1e-8)
 
 
 def test_shortest_loop_runs_as_a_script(tmp_path):

@@ -114,6 +114,54 @@ def bools(*shape):
     return torch.ones(shape, dtype=torch.bool)
 
 
+class Net(torch.nn.Module):
+    """A module that FSDP2 could divide but for what `change` does to it; to build it sends nothing."""
+
+    def __init__(self, ctx, change=lambda net: None):
+        super().__init__()
+        self.norm, self.more = tpattn.RMSNorm(4, ctx=ctx), torch.nn.Linear(4, 4)
+        self.list = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+        change(self)
+
+    def forward(self, x):
+        return self.more(self.norm(x))
+
+
+def divided(*words, change=lambda net: None, units=lambda net: None, build=Net):
+    """shard of such a module."""
+    return made(lambda ctx: shard_of(build(ctx, change), ctx, units), *words)
+
+
+def shard_of(net, ctx, units=lambda net: None):
+    return tpattn.shard(net, ctx, units=units(net))
+
+
+def parameter(make):
+    return lambda net: setattr(net, "own", torch.nn.Parameter(make()))
+
+
+def early_optimizer(ctx, rank):
+    net = Net(ctx)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    tpattn.shard(net, ctx)
+    net(torch.ones(2, 4)).sum().backward()
+    tpattn.finish_gradients(net)
+    optimizer.step()
+
+
+def all_inside_no_sync(ctx, rank):
+    net = tpattn.shard(Net(ctx), ctx)
+    with tpattn.no_sync(net):
+        net(torch.ones(2, 4)).sum().backward()
+    tpattn.finish_gradients(net)
+
+
+def by_fully_shard(ctx):
+    from torch.distributed.fsdp import fully_shard
+
+    tpattn.finish_gradients(fully_shard(Net(ctx), mesh=ctx.mesh["cp"]))
+
+
 BLOCK = SequenceLayout.contiguous(1100, 2, block=256)
 REFUSED = [
     Refusal("dp x cp x tp that is not the number of processes", "the message lists sizes that work", [
@@ -251,6 +299,34 @@ REFUSED = [
     ]),
     Refusal("`zero_grad(set_to_none=False)` after partial gradients", "`zero_grad()` as torch's default has it", [
         Call(kept_zeros, ("finish_gradients", "once per step", "set_to_none=True"), error=TpattnError, sends=("all_reduce",)),
+    ]),
+    Refusal("`shard` of a model without tpattn layers or of another context, of one that is divided already or has no forward; "
+            "`units=` outside the model; torch's own `fully_shard`",
+            "`tpattn.shard(model, ctx)`, once, of the module that is called", [
+        divided("needs a model with tpattn layers", "0 contexts", build=lambda ctx, change: torch.nn.Linear(4, 4)),
+        divided("1 contexts", "not of this one", build=lambda ctx, change: Net(ParallelContext.single())),
+        divided("divided by FSDP2 already", "once", build=lambda ctx, change: tpattn.shard(Net(ctx), ctx)),
+        divided("ModuleList without a forward", "inside a model", build=lambda ctx, change: torch.nn.ModuleList([Net(ctx)])),
+        divided("list is a ModuleList", "without a forward", "units=", units=lambda net: [net.list]),
+        divided("Linear is no part of the model", "inside it", units=lambda net: [torch.nn.Linear(4, 4)]),
+        made(by_fully_shard, "torch's fully_shard", "tpattn.shard(model, ctx)"),
+    ]),
+    Refusal("`shard` of a weight without dimensions, empty, not contiguous or in two units; two trainable dtypes in one unit",
+            "shape [1], a buffer, `.contiguous()`, other `units=`", [
+        divided("own has no dimension", "shape [1]", change=parameter(lambda: torch.ones(()))),
+        divided("own [0, 3] has no elements", "buffer", change=parameter(lambda: torch.ones(0, 3))),
+        divided("own [3, 2] is not contiguous", ".contiguous()", change=parameter(lambda: torch.ones(2, 3).t())),
+        divided("more.weight and list.0.weight are one parameter in two units", "the same one", units=lambda net: net.list,
+                change=lambda net: setattr(net.list[0], "weight", net.more.weight)),
+        divided("bfloat16, float32", "one dtype per unit", "units=", change=lambda net: net.more.bfloat16()),
+    ]),
+    Refusal("a weight used while FSDP2 has divided it", "call its unit, name the method in `methods=`", [
+        made(lambda ctx: tpattn.shard(Net(ctx), ctx).norm(torch.ones(2, 4)), "RMSNorm.weight is used while", "methods="),
+    ]),
+    Refusal("an optimizer made before `shard`; a last backward inside `no_sync`", "make it after; the last one outside", [
+        Call(early_optimizer, ("no longer the model's", "make the optimizer after tpattn.shard"), error=TpattnError,
+             sends=("all_reduce",)),
+        Call(all_inside_no_sync, ("norm.weight was not reduced", "outside tpattn.no_sync"), error=TpattnError),
     ]),
     Refusal("a group or layer of a closed context", "a new `ParallelContext`", [
         closed(lambda gone, norm: norm(torch.ones(2, 4))),

@@ -13,12 +13,12 @@ FLOORS = [
     ("second", ["params", "gradients", "schedule", "products"]),
     ("third", ["norm", "linear", "embedding", "loss", "attention"]),
     ("fourth", ["blocks", "model", "decode"]),
-    ("fifth", ["data", "training", "checkpoint", "planner", "debug"]),
+    ("fifth", ["fsdp", "data", "training", "checkpoint", "planner", "debug"]),
     ("roof", ["config", "integrations", "hf"]),
 ]
 ROOMS = [room for _, rooms in FLOORS for room in rooms]
-# comm calls collectives; the other three need torch.distributed's names for groups, meshes and files.
-KNOW_PROCESSES = {"comm", "mesh", "params", "checkpoint"}
+# comm calls collectives; the others need torch.distributed's names for groups, meshes, FSDP2 and files.
+KNOW_PROCESSES = {"comm", "mesh", "params", "fsdp", "checkpoint"}
 KNOW_DTENSOR = KNOW_PROCESSES | {"gradients"}      # torch.distributed.tensor alone: DTensor and its placements
 COLLECTIVE = re.compile(
     r"(_?all_?reduce|_?all_?gather|_?reduce_?scatter|_?all_?to_?all|broadcast|gather|scatter|reduce(_|$)"

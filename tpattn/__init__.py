@@ -14,6 +14,7 @@ from tpattn.checkpoint import load_latest, save
 from tpattn.comm import ledger
 from tpattn.embedding import VocabParallelEmbedding
 from tpattn.errors import CollectiveMismatch, CollectiveTimeout, ContextClosed, PeerLost, TpattnError, Unsupported
+from tpattn.fsdp import no_sync, shard
 from tpattn.gradients import clip_grad_norm_, finish_gradients
 from tpattn.layout import AttentionGrid, SequenceLayout
 from tpattn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, column_linear, row_linear, split_tensor
@@ -81,11 +82,13 @@ __all__ = [
     "load_latest",
     "load_whole_state_dict",
     "masks",
+    "no_sync",
     "param_groups",
     "replicated",
     "row_linear",
     "save",
     "sequence_attention",
+    "shard",
     "split_tensor",
     "token_mean",
     "vocab_parallel_cross_entropy",

@@ -13,15 +13,20 @@ from tpattn import comm
 from tpattn.errors import TpattnError, Unsupported
 from tpattn.mesh import ParallelContext
 from tpattn.params import (
+    WAITS,
     ReplicatedParameter,
-    ShardedModule,
+    context_of,
+    data_dim,
     gradient_state,
+    is_unit,
     require_finished,
+    reshard,
     sharded_parameters,
     to_local,
     track,
 )
 
+REPLICATED = "_tpattn_replicated"  # on an FSDP2 unit: (module, name, rule) of the `replicated` parameters it has divided
 _COPIES_APART = 1e-5  # largest difference of copies that counts as rounding, as a share of the largest value
 _BUCKET = 1 << 25  # bytes of gradients that are summed in one message
 
@@ -34,15 +39,21 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
     over dp x cp, in buckets per dtype; a gradient missing on some ranks counts as zero there, one missing everywhere stays None.
     A second call does nothing.
 
+    On a model that `shard` divided FSDP2 has summed over dp x cp, and over tp what is partial there, when the backward ended;
+    what is left is one message that tells which gradients no rank has (FSDP2 makes them zeros, they become None), and the sum
+    over tp of `replicated` parameters.
+
     check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
                 divided; costs a gather of each, for a first step or a test
     raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
                 when copies differ: the parameter, the ranks, and how to declare it
-                Unsupported for a model without a tpattn layer
+                also when the last backward ran inside `no_sync`
+                Unsupported for a model without a tpattn layer, or one that was divided by torch's fully_shard instead of `shard`
     """
     ctx, rules = _rules(model)
     if ctx.world.size == 1:
         return
+    reshard(model)
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
@@ -53,9 +64,12 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
                 f"finish_gradients: a backward ran after the gradients were finished and added to {names[id(p)]}; call it once "
                 "per step, after the last backward, and zero_grad(set_to_none=True) before the next step"
             )
+        if state is not None and state.waits:
+            raise TpattnError(f"finish_gradients: the gradient of {names[id(p)]} {WAITS}")
     open_ = [p for p in parameters if not _is_finished(p)]
+    _drop_unused([p for p in open_ if data_dim(p) is not None], ctx)
     for axis in dict.fromkeys([*rules.values(), ctx.dp_cp]):  # in the order of the parameters, the same on every rank
-        if axis.size > 1:
+        if axis is not None and axis.size > 1:
             for bucket in _buckets([p for p in open_ if rules.get(id(p), ctx.dp_cp) is axis]):
                 _sum_bucket(bucket, axis)
     for p in open_:
@@ -67,10 +81,22 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
 
 
 @torch.no_grad()
+def _drop_unused(parameters: Sequence[Tensor], ctx: ParallelContext) -> None:
+    """Take away the gradients, zeros by FSDP2, of parameters that no rank's backward has reached."""
+    if not parameters:
+        return
+    states = [gradient_state(p) for p in parameters]
+    used = torch.tensor([float(s is None or s.used or not s.watched) for s in states], device=ctx.device)
+    for p, ranks in zip(parameters, comm.all_reduce(used, ctx.world, direction="backward").tolist(), strict=True):
+        if ranks == 0:
+            p.grad = None
+
+
+@torch.no_grad()
 def _check_copies(model: nn.Module, ctx: ParallelContext) -> None:
     """Raise TpattnError, on every tp rank, naming the first parameter whose copies on tp ranks differ in value or gradient."""
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements):
+        if isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements[data_dim(p) is not None :]):
             continue
         for what, x in (("value", p), ("gradient", torch.zeros_like(p) if p.grad is None else p.grad)):
             own = to_local(x.detach())
@@ -97,22 +123,29 @@ def _is_finished(p: Tensor) -> bool:
     return state is not None and state.is_complete(p.grad)
 
 
-def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group]]:
-    """The context of the model's layers, and for each of their parameters the ranks over which its gradient is a sum."""
-    contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
-    if len(contexts) != 1:
-        raise Unsupported(
-            f"finish_gradients needs a model with tpattn layers of one ParallelContext, found {len(contexts)} contexts in "
-            f"{type(model).__name__}"
-        )
-    ctx = next(iter(contexts.values()))
-    rules: dict[int, comm.Group] = {}
+def _rules(model: nn.Module) -> tuple[ParallelContext, dict[int, comm.Group | None]]:
+    """The context of the model's layers, and for each parameter the ranks that hold parts of its gradient; None = it is complete.
+
+    Where a parameter is not named these are dp x cp.
+    """
+    ctx = context_of(model)
+    rules: dict[int, comm.Group | None] = {}
     for _, module, key, spec in sharded_parameters(model):
         over_tp = ctx.world if spec.parts == ctx.tp.size else ctx.split_tp(spec.parts).sums
         rules[id(module.get_parameter(key))] = over_tp if spec.partial else ctx.dp_cp
     for p in model.parameters():
         if isinstance(p, ReplicatedParameter):
             rules[id(p)] = ctx.world if p.rule == "partial" and ctx.tp.size > 1 else ctx.dp_cp
+        elif data_dim(p) is not None:
+            rules[id(p)] = None
+    for unit in model.modules():
+        if is_unit(unit) and not hasattr(unit, REPLICATED):
+            raise Unsupported(
+                f"finish_gradients: {type(unit).__name__} was divided by torch's fully_shard, which takes means where we sum; "
+                "divide the model with tpattn.shard(model, ctx)"
+            )
+        for owner, key, rule in getattr(unit, REPLICATED, ()):
+            rules[id(owner.get_parameter(key))] = ctx.tp if rule == "partial" else None
     return ctx, rules
 
 
@@ -180,8 +213,8 @@ def clip_grad_norm_(
     raises      TpattnError when finish_gradients was not called; RuntimeError for a non-finite norm if asked to
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    parameters = [p for p in parameters if p.grad is not None]
     require_finished(parameters, "clip_grad_norm_")
+    parameters = [p for p in parameters if p.grad is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not max_norm >= 0:
         raise Unsupported(f"clip_grad_norm_: max_norm={max_norm} must be at least 0")
@@ -190,6 +223,7 @@ def clip_grad_norm_(
     infinite = norm_type == float("inf")
     grads = [to_local(p.grad) for p in parameters if p.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
+    group: comm.Group
     sums: dict[int, tuple[comm.Group, Tensor]] = {}  # mesh -> its group, and the local sum (or maximum) of its gradients
     plain = torch.zeros((), dtype=torch.float64, device=device)
     for p, g in zip(parameters, grads, strict=True):
@@ -197,13 +231,18 @@ def clip_grad_norm_(
         if not infinite:
             part = torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) ** norm_type
         kinds = p.grad.placements if isinstance(p.grad, DTensor) else ()
-        if not all(isinstance(x, Shard | Replicate) for x in kinds):
+        if any(x.is_partial() for x in kinds):
             raise TpattnError("clip_grad_norm_: a gradient is still partial over tp; call tpattn.finish_gradients(model) first")
-        if isinstance(p.grad, DTensor) and any(isinstance(x, Shard) for x in kinds):
+        if isinstance(p.grad, DTensor) and not all(isinstance(x, Replicate) for x in kinds):
             state, mesh = gradient_state(p), p.grad.device_mesh
-            group = state.tp if state is not None else comm.group_of(mesh.get_group(), "tp")
+            copies = math.prod(mesh.size(i) for i, x in enumerate(kinds) if isinstance(x, Replicate))
+            if data_dim(p.grad) is not None:
+                assert state is not None, "finish_gradients has seen every gradient of FSDP2"
+                group, copies = state.world, copies if mesh.ndim > 1 else state.tp.size
+            else:
+                group = state.tp if state is not None else comm.group_of(mesh.get_group(), "tp")
             if not infinite:
-                part = part / math.prod(mesh.size(i) for i, x in enumerate(kinds) if isinstance(x, Replicate))  # its copies
+                part = part / copies
             before = sums.get(id(group), (group, torch.zeros_like(plain)))[1]
             sums[id(group)] = group, torch.maximum(before, part) if infinite else before + part
         else:

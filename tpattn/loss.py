@@ -17,7 +17,7 @@ from tpattn.errors import TpattnError, Unsupported
 from tpattn.layout import chunk_sizes, split_sizes
 from tpattn.linear import enter
 from tpattn.mesh import ParallelContext
-from tpattn.params import to_local
+from tpattn.params import require_gathered, to_local
 
 # ---- the loss of some rows, and its gradient: what both functions below share ----------------------------------------------
 
@@ -350,6 +350,9 @@ def linear_cross_entropy(
         name, x, target, ctx=ctx, vocab_size=vocab_size, ignore_index=ignore_index, label_smoothing=label_smoothing,
         z_loss=z_loss, token_weight=token_weight, reduction=reduction,
     )  # fmt: skip
+    for x_name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            require_gathered(parameter, f"linear_cross_entropy: {x_name}")
     tp, w, b = ctx.tp, to_local(weight), None if bias is None else to_local(bias)
     _check_shapes(x, w, b, target, vocab_size, tp, sequence_parallel)
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):

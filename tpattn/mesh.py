@@ -103,6 +103,7 @@ class ParallelContext:
         self.on_close: list[Callable[[], object]] = []  # what other rooms must undo when this context ends
         self._owns_default, self._groups = owns_default, []
         self._splits: dict[int, TpSplit] = {}
+        self._dp_cp_mesh: DeviceMesh | None = None
         if mesh is None:
             self.dp, self.cp, self.tp, self.dp_cp, self.world = (
                 Axis(name, (0,), 0, None, device) for name in (*AXES, "dp_cp", "world")
@@ -157,6 +158,17 @@ class ParallelContext:
             sets = [self.mesh.mesh[:, :, p * share : (p + 1) * share].flatten() for p in range(parts)]
             self._splits[parts] = TpSplit(mesh, self._over("dp_cp_share", (self.dp_cp, tied), sets))
         return self._splits[parts]
+
+    def dp_cp_mesh(self) -> DeviceMesh:
+        """dp x cp as a DeviceMesh of one dimension named dp_cp, for FSDP2. Collective over the world the first time."""
+        if self._dp_cp_mesh is None:
+            assert self.mesh is not None
+            self.tp.require_open()
+            self._dp_cp_mesh = self.mesh["dp", "cp"]._flatten("dp_cp")
+            group = self._dp_cp_mesh.get_group()
+            _set_timeout(group, self.timeout)
+            self._groups.append(group)
+        return self._dp_cp_mesh
 
     # ---- constructors -------------------------------------------------------------------------------------------------
 

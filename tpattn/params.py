@@ -2,7 +2,8 @@
 
 With tp > 1 a parameter is a DTensor on the tp mesh, `Shard(dim)` or `Replicate()`; with tp = 1 it is plain. Initial values are
 those of the undivided model, from (seed, full name, global index). What a layer knows of its parameters stands in its `specs`,
-not on the tensors, where deepcopy would lose it.
+not on the tensors, where deepcopy would lose it. `fsdp.shard` divides each tp share again over dp x cp; that a parameter is so
+divided is read from its mesh.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tpattn.mesh import ParallelContext
 Init = str | Callable[[Tensor], Any]
 INITS = ("default", "xavier", "kaiming", "normal")
 _NORMAL_STD = 0.02
+DATA_AXIS = "dp_cp"  # name of the mesh dimension over which FSDP2 divides
 _AT_ONCE = 1 << 20  # initial values made at a time, to bound the memory of their indices
 
 
@@ -127,10 +129,11 @@ class ShardedModule(nn.Module):
 
         The gradient rule stands here: a partial one is declared `Partial()`, so that `finish_gradients` sums it over tp.
 
-        raises      ContextClosed when the context of this layer was closed
+        raises      ContextClosed when the context of this layer was closed; Unsupported when FSDP2 has not gathered the parameter
         """
         self.ctx.tp.require_open()
         parameter, spec = self.get_parameter(name), self.specs[name]
+        require_gathered(parameter, f"{type(self).__name__}.{name}")
         if not torch.compiler.is_compiling():
             track(parameter, self.ctx)  # a parameter that deepcopy, to_empty or the user put in place is watched too
         share = to_local(parameter, spec.partial)
@@ -196,6 +199,36 @@ def to_local(parameter: Tensor, partial: bool = False) -> Tensor:
     return parameter.to_local(grad_placements=rule)
 
 
+def data_dim(x: Tensor) -> int | None:
+    """The dimension along which FSDP2 has divided a parameter (or its gradient or state) over dp x cp; None = it has not."""
+    if not isinstance(x, DTensor) or (x.device_mesh.mesh_dim_names or ("",))[0] != DATA_AXIS:
+        return None
+    placement: Any = x.placements[0]  # Shard, or torch's private _StridedShard where tp divides the same dimension
+    return int(placement.dim)
+
+
+def require_gathered(parameter: Tensor, what: str) -> None:
+    """Raise Unsupported for a parameter to compute with that is divided over dp x cp at the moment."""
+    if data_dim(parameter) is not None:
+        raise Unsupported(
+            f"{what} is used while FSDP2 has divided it over dp x cp: it is whole only inside the forward of the unit that holds "
+            "it; call the unit itself, or name the method in tpattn.shard(model, ctx, methods=...), and give a layer whose "
+            "weight others read no unit of its own"
+        )
+
+
+def reshard(model: nn.Module) -> None:
+    """Put back the shares of what FSDP2 has left whole: parameters of the outermost unit, after a forward without backward."""
+    for module in model.modules():
+        if is_unit(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and divides the parameters of this module together."""
+    return hasattr(module, "_get_fsdp_state")
+
+
 def _least(tp: int, size: int) -> int:
     """The smallest size from `size` up that gives every one of tp ranks a row by torch.chunk's rule."""
     while chunk_sizes(size, tp)[-1] == 0:
@@ -235,8 +268,13 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, s
 class _Gradients:
     """What is known of the gradients of one parameter between its backward and the optimizer's step."""
 
-    def __init__(self, tp: comm.Group) -> None:
-        self.tp = tp  # its context's; the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes)
+    def __init__(self, ctx: ParallelContext) -> None:
+        # The context's groups: the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes).
+        self.tp, self.world = ctx.tp, ctx.world
+        self.watched = False  # FSDP2 only: `used` and `waits` are known
+        self.used = False  # FSDP2 only: a backward has reached the gathered parameter since the last finish
+        self.waits = False  # FSDP2 only: what that backward added is kept for a later one to reduce (no_sync)
+        self.replaced = False  # `shard` has put another parameter in this one's place
         self.raw = False  # a backward has added this rank's part
         self.completed = False  # a gradient was completed, and no backward has run since
         self.mixed = False  # a backward has added to a completed gradient
@@ -244,7 +282,7 @@ class _Gradients:
 
     def finish(self, grad: Tensor | None) -> None:
         """Remember that `grad` is complete."""
-        self.raw = self.mixed = False
+        self.raw = self.mixed = self.used = self.waits = False
         self.completed = grad is not None
         self._finished = None if grad is None else torch.utils.weak.TensorWeakRef(grad)
 
@@ -261,20 +299,37 @@ _gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradie
 
 
 def track(parameter: Tensor, ctx: ParallelContext) -> None:
-    """Watch a parameter's gradient from now on, so that an unreduced one is noticed. Nothing on a context of one rank."""
-    if ctx.world.size == 1 or parameter in _gradients:
+    """Watch a parameter's gradient from now on, so that an unreduced one is noticed; unless it is frozen, or ctx has one rank."""
+    if ctx.world.size == 1 or parameter in _gradients or not parameter.requires_grad:
+        return
+    if parameter.is_meta:  # to_empty, which swaps DTensors, refuses those that anything refers to weakly (torch 2.13)
         return
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
         ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
-    state = _Gradients(ctx.tp)
+    state = _Gradients(ctx)
     _gradients[parameter] = state
 
     def after_backward(p: Tensor) -> None:
         state.mixed = state.has_finished(p.grad)  # a new tensor after zero_grad is not
-        state.raw, state.completed = True, False
+        state.raw, state.completed, state.waits = True, False, False
 
     parameter.register_post_accumulate_grad_hook(after_backward)
+
+
+def track_gathered(gathered: Tensor, share: Tensor, ctx: ParallelContext) -> None:
+    """Watch the whole parameter that FSDP2 computes with, on behalf of the share that the optimizer has."""
+    track(share, ctx)
+    state = gradient_state(share)
+    if state is None or gradient_state(gathered) is state:
+        return
+    _gradients[gathered] = state
+    state.watched = True
+
+    def after_backward(p: Tensor) -> None:
+        state.used = state.waits = True  # until FSDP2 has reduced it and calls the hook of the share
+
+    gathered.register_post_accumulate_grad_hook(after_backward)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -282,10 +337,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         require_finished(group["params"], f"{type(optimizer).__name__}.step")
 
 
+WAITS = "was not reduced: the last backward of a step must run outside tpattn.no_sync"
+
+
 def require_finished(parameters: Iterable[Tensor], what: str) -> None:
-    """Raise TpattnError when a gradient is still this rank's part of a sum."""
+    """Raise TpattnError when a gradient is still this rank's part of a sum, or will never come."""
     for p in parameters:
         state = gradient_state(p)
+        if state is not None and state.replaced:
+            raise TpattnError(
+                f"{what}: a parameter of shape {list(p.shape)} is no longer the model's: tpattn.shard has put its share in its "
+                "place; make the optimizer after tpattn.shard"
+            )
+        if state is not None and state.waits:
+            raise TpattnError(f"{what}: the gradient of a parameter of shape {list(p.shape)} {WAITS}")
         if state is not None and state.raw and p.grad is not None:
             raise TpattnError(
                 f"{what}: a gradient of shape {list(p.shape)} is still this rank's part; call tpattn.finish_gradients(model) "
@@ -357,9 +422,16 @@ def finish_init(module: nn.Module, ctx: ParallelContext, seed: int | None = None
                     "before building layers (a Transformer also takes seed=)"
                 )
     for name, owner, key, spec in sharded_parameters(module):
-        share = to_local(owner.get_parameter(key).detach())
-        if not share.is_meta:
+        parameter = owner.get_parameter(key).detach()
+        share = to_local(parameter)
+        if share.is_meta:
+            continue
+        if data_dim(parameter) is None:
             fill_share(share, spec, random.fold(seed, name), ctx.tp)
+        else:  # FSDP2 has divided the tp share again
+            of_tp = torch.empty(tp_share_shape(spec, ctx.tp), dtype=share.dtype, device=share.device)
+            fill_share(of_tp, spec, random.fold(seed, name), ctx.tp)
+            share.copy_(own_data_share(of_tp, parameter, ctx))
 
 
 def fill_share(share: Tensor, spec: Spec, key: int, tp: comm.Group) -> None:
@@ -419,16 +491,80 @@ def whole(share: Tensor, spec: Spec, tp: comm.Group) -> Tensor:
     return torch.cat(list(pieces.values()), dim=spec.dim)
 
 
+def tp_share_shape(spec: Spec, tp: comm.Group) -> tuple[int, ...]:
+    """The shape of this tp rank's share, before FSDP2 divides it."""
+    shape = list(spec.shape)
+    if spec.dim is not None:
+        first, last = spec.spans[tp.rank]
+        shape[spec.dim] = last - first
+    return tuple(shape)
+
+
+def own_data_share(share: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
+    """This rank's piece over dp x cp of a tp share, divided as the parameter `like` is; a view. All of it without FSDP2."""
+    dim = data_dim(like)
+    if dim is None:
+        return share
+    sizes = chunk_sizes(share.shape[dim], ctx.dp_cp.size)
+    start = sum(sizes[: ctx.dp_cp.rank])
+    return share.narrow(dim, start, sizes[ctx.dp_cp.rank])
+
+
+def gather_data_shares(x: Tensor, shape: Sequence[int], ctx: ParallelContext) -> Tensor:
+    """The tp share, of this shape, of a parameter (or gradient or state): one all-gather over dp x cp if FSDP2 divided it."""
+    local, dim = to_local(x).detach(), data_dim(x)
+    if dim is None:
+        return local
+    shapes = [[*shape[:dim], size, *shape[dim + 1 :]] for size in chunk_sizes(shape[dim], ctx.dp_cp.size)]
+    assert list(local.shape) == shapes[ctx.dp_cp.rank], (local.shape, shapes)
+    return torch.cat(comm.all_gather(local, shapes, ctx.dp_cp), dim=dim)
+
+
+def block_of(x: Tensor, spec: Spec | None, ctx: ParallelContext) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's share of an FSDP2 parameter (or its state) lies in the undivided one: first index and length of each dim.
+
+    tp divides first and FSDP2 last, each by torch.chunk's rule. torch's own answer is another one for some uneven sizes (2.13).
+    """
+    dim = data_dim(x)
+    assert dim is not None
+    starts, lengths = [0] * x.dim(), list(x.shape)
+    if spec is not None and spec.dim is not None:
+        first, last = spec.spans[ctx.tp.rank]
+        starts[spec.dim], lengths[spec.dim] = first, last - first
+    sizes = chunk_sizes(lengths[dim], ctx.dp_cp.size)
+    starts[dim] += sum(sizes[: ctx.dp_cp.rank])
+    lengths[dim] = sizes[ctx.dp_cp.rank]
+    assert tuple(to_local(x.detach()).shape) == tuple(lengths), (x.shape, lengths)
+    return tuple(starts), tuple(lengths)
+
+
+def context_of(model: nn.Module) -> ParallelContext:
+    """The one context of the model's layers.
+
+    raises      Unsupported when they have none, or several
+    """
+    contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
+    if len(contexts) != 1:
+        raise Unsupported(
+            "a model with tpattn layers of one ParallelContext is needed, found "
+            f"{len(contexts)} contexts in {type(model).__name__}"
+        )
+    return next(iter(contexts.values()))
+
+
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of `model.state_dict()` undivided, on every rank, with torch's 2-D weight shapes; the same for every mesh."""
+    reshard(model)
     named = dict(model.named_modules())
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         prefix, _, key = name.rpartition(".")
         module = named.get(prefix)
         if isinstance(module, ShardedModule) and key in module.specs:
-            spec = module.specs[key]
-            state[name] = whole(to_local(value).detach(), spec, module.ctx.tp).view(spec.flat)
+            spec, ctx = module.specs[key], module.ctx
+            state[name] = whole(gather_data_shares(value, tp_share_shape(spec, ctx.tp), ctx), spec, ctx.tp).view(spec.flat)
+        elif data_dim(value) is not None:
+            state[name] = gather_data_shares(value, value.shape, context_of(model))
         else:
             state[name] = to_local(value).detach().clone()
     return state
@@ -439,6 +575,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict:
 
     raises      Unsupported for missing or unknown names (with strict) and for shapes that do not fit, before anything is copied
     """
+    reshard(model)
     named, own = dict(model.named_modules()), model.state_dict()
     missing, unknown = [n for n in own if n not in state], [n for n in state if n not in own]
     if strict and (missing or unknown):
@@ -456,6 +593,8 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict:
         if tuple(value.shape) not in (shape, spec.shape if spec else shape):
             raise Unsupported(f"{name}: the model needs {list(shape)}, got {list(value.shape)}")
         part = own_share(value.reshape(spec.shape), spec, module.ctx.tp) if spec and isinstance(module, ShardedModule) else value
+        if data_dim(own[name]) is not None:
+            part = own_data_share(part, own[name], context_of(model))
         copies.append((to_local(own[name]), part))
     with torch.no_grad():
         for target, part in copies:

@@ -9,6 +9,7 @@ import torch
 from tpattn.config.build import build
 from tpattn.config.schema import Config
 from tpattn.data import Batches, Corpus, PackedTokens, layout_for, read_documents
+from tpattn.fsdp import shard
 from tpattn.layout import SequenceLayout
 from tpattn.mesh import ParallelContext
 from tpattn.training import Schedule, adamw, check_same, together
@@ -42,6 +43,8 @@ def parts(cfg: Config, ctx: ParallelContext) -> Parts:
     layout = layout_for(cfg.attention.layout, train.seq_len, ctx.cp.size)
     batches.batch(0, ctx, layout)  # whatever does not fit is found now
     model = build(cfg, ctx)
+    if train.fsdp:
+        model = shard(model, ctx)
     optimizer = adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     schedule = Schedule(optim.lr, train.steps, optim.warmup_steps, optim.min_lr_fraction)
     return Parts(corpus, batches, layout, model, optimizer, schedule)

@@ -102,6 +102,7 @@ class TrainConfig:
     fused_loss: Annotated[bool, "last layer and loss in one, without making the logits: less memory for large vocabularies"] = (
         False
     )
+    fsdp: Annotated[bool, "weights, gradients and optimizer state divided over dp x cp too (FSDP2): less memory per rank"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0 = only one, at the end"] = 0
     resume: Annotated[
         bool | str,
