@@ -15,6 +15,7 @@ from tpattn.mesh import ParallelContext
 from tpattn.params import (
     ReplicatedParameter,
     ShardedModule,
+    agree_on_gradients,
     gradient_state,
     require_finished,
     sharded_parameters,
@@ -36,13 +37,15 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
 
     check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
                 divided; costs a gather of each, for a first step or a test
-    raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
+    raises      CollectiveMismatch when dp ranks differ in requires_grad of a parameter; looked at in the first call
+                TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
                 when copies differ: the parameter, the ranks, and how to declare it
                 Unsupported for a model without a tpattn layer
     """
     ctx, rules = _rules(model)
     if ctx.world.size == 1:
         return
+    agree_on_gradients(model, ctx.dp)  # its other ranks took part in each forward, and agreed there
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
