@@ -36,7 +36,7 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
     A second call does nothing.
 
     check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
-                divided; costs a gather of each, for a first step or a test
+                divided, and what `replicated` declared partial, which should differ; costs a gather of each, for a first step
     raises      CollectiveMismatch when dp ranks differ in requires_grad of a parameter; looked at in the first call
                 TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
                 when copies differ: the parameter, the ranks, and how to declare it
@@ -57,6 +57,8 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
                 "per step, after the last backward, and zero_grad(set_to_none=True) before the next step"
             )
     open_ = [p for p in parameters if not _is_finished(p)]
+    if check and ctx.tp.size > 1:
+        _check_parts([(names[id(p)], p) for p in open_ if isinstance(p, ReplicatedParameter) and p.rule == "partial"], ctx)
     for axis in dict.fromkeys([*rules.values(), ctx.dp_cp]):  # in the order of the parameters, the same on every rank
         if axis.size > 1:
             for bucket in _buckets([p for p in open_ if rules.get(id(p), ctx.dp_cp) is axis]):
@@ -67,6 +69,19 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
         state.finish(p.grad)
     if check and ctx.tp.size > 1:
         _check_copies(model, ctx)
+
+
+@torch.no_grad()
+def _check_parts(parameters: Sequence[tuple[str, Tensor]], ctx: ParallelContext) -> None:
+    """Raise TpattnError, on every tp rank, for a gradient declared partial that tp ranks hold alike: the sum is too large."""
+    for name, p in parameters:
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        copies = comm.all_gather(own, [own.shape] * ctx.tp.size, ctx.tp, direction="backward")
+        if bool(copies[0].any()) and all(torch.equal(copy, copies[0]) for copy in copies):
+            raise TpattnError(
+                f"finish_gradients: the gradient of {name} {list(p.shape)} is the same on all ranks {list(ctx.tp.ranks)} of tp "
+                "before the sum, but was declared tpattn.replicated(..., grad='partial'); declare it same, else it grows with tp"
+            )
 
 
 @torch.no_grad()
