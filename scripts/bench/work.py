@@ -195,16 +195,19 @@ def serial_block(T: int, M: int, H: int, F: int, dtype: torch.dtype) -> Callable
 
 
 def torch_block(rank: int, ranks: int, T: int, M: int, H: int, F: int, dtype: torch.dtype, sp: bool) -> Callable[[], Any]:
-    """The same block divided by torch's parallelize_module; sp: tokens divided too, by its SequenceParallel."""
+    """The same block divided by torch's parallelize_module; sp: tokens divided too, by its SequenceParallel.
+
+    The input of each half is prepared once, so that its gradient is summed once and not for each product.
+    """
     torch.manual_seed(0)
     plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
     plan |= {f"mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
-    out = RowwiseParallel(output_layouts=Shard(1) if sp else Replicate())
-    plan |= {"attention.out": out, "mlp.down": out}
+    between = Shard(1) if sp else Replicate()
+    plan |= {name: RowwiseParallel(output_layouts=between) for name in ("attention.out", "mlp.down")}
+    for half in ("attention", "mlp"):
+        plan[half] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     if sp:
         plan |= {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
-        for half in ("attention", "mlp"):
-            plan[half] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     block = parallelize_module(TorchBlock(M, H, F, dtype), init_device_mesh("cpu", (ranks,)), plan)
     x, g = _own_tokens(rank, ranks, T, M, dtype, sp)
     return _with_backward(lambda: block(x), (x, *block.parameters()), g)
