@@ -90,6 +90,30 @@ def test_loss_compares_fused_with_unfused(tmp_path):
 
 
 @pytest.mark.long
+def test_block_compares_with_one_process_and_with_parallelize_module(tmp_path):
+    rows, above = table("block", tmp_path)
+    assert list(rows[0]) == ["dtype", "tokens", "block", *SERIAL_AND_SHARDED, "theirs / this", "quartiles of it"]
+    assert [(row["dtype"], row["tokens"], row["block"]) for row in rows] == [
+        (dtype, tokens, block) for dtype in ("float32", "bfloat16") for tokens, block in (
+            ("whole", "parallelize_module"), ("whole", "tpattn"), ("divided", "parallelize_module"), ("divided", "tpattn"),
+            ("divided", "tpattn, gathered again"))
+    ]
+    float32 = ["not counted", "0.25", "not counted", "0.25", "0.31"]        # 4 x [256, 64]
+    assert [row["received MiB"] for row in rows] == [*float32, "not counted", "0.12", "not counted", "0.12", "0.16"]
+    assert all(row["theirs / this"] == "**1.00**" for row in rows if row["block"] == "parallelize_module")
+    assert "at least 0.98" in above and "0.25 MiB, 0.31 when gathered again" in above
+
+
+@pytest.mark.long
+def test_chunks_compares_pieces_with_one(tmp_path):
+    rows, above = table("chunks", tmp_path)
+    assert list(rows[0]) == ["tokens", "chunks", "ratio", "quartiles", "processor", "ms", "peak rank MiB", "received MiB"]
+    assert [(row["tokens"], row["chunks"]) for row in rows] == [(t, n) for t in ("whole", "divided") for n in "124"]
+    assert rows[0]["ratio"] == rows[3]["ratio"] == "**1.00**" and {row["received MiB"] for row in rows} == {"0.25"}
+    assert "pieces pay" in above
+
+
+@pytest.mark.long
 def test_memory_draws_a_picture_where_it_is_told(tmp_path):
     rows, above = table("memory", tmp_path, "--picture", "memory.png")
     assert list(rows[0]) == ["T", "scheme", "high water MiB", "growth MiB", "growth / q", "s", "received MiB"]

@@ -104,7 +104,7 @@ def test_clipping_equals_torchs_on_one_process(rank, world):
 
 @ranks(2)
 def test_generators_lists_and_single_tensors(rank, world):
-    """C41: an iterator is read once and still clips; parameters without gradient are skipped; one tensor is a list of one."""
+    """C41: an iterator is read once and still clips, by any norm; what has no gradient is skipped; one tensor is a list."""
     with ParallelContext.from_env(tp=2, timeout=60) as ctx:
         results = []
         for give_it in (lambda m: m.parameters(), lambda m: list(m.parameters()), lambda m: tuple(m.parameters()),
@@ -115,6 +115,23 @@ def test_generators_lists_and_single_tensors(rank, world):
             close(clip_grad_norm_(give_it(model), 1e9), 0.5, 1e-5)
         for other in results[1:]:
             close(other, results[0], 0)
+        weight, weight_spec = model.block.attention.qkv.q, model.block.attention.qkv.specs["q"]
+        grads = [to_local(p.grad) for p in model.parameters() if p.grad is not None]
+        before = [g.clone() for g in grads]
+        for norm_type in (1.0, 2.0, math.inf):
+            results = []
+            for give_it in (lambda m: m.parameters(), lambda m: list(m.parameters())):
+                for foreach in (True, False):
+                    norm = clip_grad_norm_(give_it(model), 0.1, norm_type, foreach=foreach)
+                    assert float(norm) > 0.1
+                    results.append([norm, *(g.clone() for g in grads)])
+                    torch._foreach_copy_(grads, before)
+            for other in results[1:]:
+                close(other, results[0], 0)
+            grad = whole(to_local(weight.grad), weight_spec, ctx.tp)
+            for foreach in (True, False):
+                close(clip_grad_norm_(weight, 0.01, norm_type, foreach=foreach), torch.linalg.vector_norm(grad, norm_type))
+                torch._foreach_copy_(grads, before)
         model = with_gradients(ctx)
         weight = model.block.attention.qkv.q
         before = to_local(weight.grad).clone()

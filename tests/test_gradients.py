@@ -1,6 +1,7 @@
 """Gradients are completed exactly once per step, over exactly the ranks that hold parts; forgetting it, or twice, is an error."""
 
 import copy
+import time
 import weakref
 
 import pytest
@@ -27,6 +28,7 @@ from tpattn import (
     token_mean,
     vocab_parallel_cross_entropy,
 )
+from tpattn.errors import CollectiveMismatch
 from tpattn.params import sharded_parameters, to_local, whole
 
 F64 = torch.float64
@@ -204,6 +206,80 @@ def test_frozen_parameters(rank, world, sizes, case):
     if x.grad is not None:
         close(x.grad, whole_x.grad[:, SequenceLayout.zigzag(T, ctx.cp.size).positions(ctx.cp.rank)])
     ctx.close()
+
+
+def differing(part, ctx, rank):
+    """(module, input, what differs) with another requires_grad on rank 1."""
+    x, odd = seeded(2, T, M, seed=0), rank == 1
+    if part == "embedding":
+        model = Transformer(29, M, 1, 3, ctx=ctx, seed=1, dtype=F64)
+        model.requires_grad_(False).embedding.weight.requires_grad_(not odd)
+        return model, torch.zeros(2, T, dtype=torch.int64), "embedding.weight"
+    if part == "input of a linear layer":
+        layer = ColumnParallelLinear(M, 5, ctx=ctx, dtype=F64)
+        return layer, x.requires_grad_(odd), "its input"
+    if part == "weight of a linear layer":
+        layer = RowParallelLinear(M, 5, ctx=ctx, input_is_parallel=False, dtype=F64)
+        layer.requires_grad_(False).weight.requires_grad_(odd)
+        return layer, x, "weight"
+    model = TransformerBlock(M, 6, 2, ctx=ctx, dtype=F64)
+    if part == "input of a block":
+        return model.requires_grad_(False), x.requires_grad_(odd), "its input"
+    attention = tpattn.ParallelSelfAttention(M, 6, 2, ctx=ctx, dtype=F64) if part == "attention" else model
+    name = "qkv.v" if part == "attention" else "mlp.down.weight"
+    attention.get_parameter(name).requires_grad_(odd)
+    return attention, x, name
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)], ids=["cp2", "tp2"])
+@pytest.mark.parametrize("part", ["embedding", "input of a linear layer", "weight of a linear layer", "input of a block", "block",
+                                  "attention"])
+def test_ranks_that_differ_in_requires_grad(rank, world, sizes, part):
+    """C50: (d) the same error on both ranks in the first forward, within 10 s; none once they agree. A layer looks over tp."""
+    with ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        torch.manual_seed(0)
+        model, x, name = differing(part, ctx, rank)
+        start = time.monotonic()
+        if ctx.cp.size == 2 and "linear" in part:
+            with ledger() as book:
+                model(x)
+            assert not book.messages and not book.once
+            return
+        with pytest.raises(CollectiveMismatch) as error:
+            model(x)
+        assert time.monotonic() - start < 10
+        assert str(error.value) == (
+            f"{type(model).__name__}: requires_grad of {name} is True on some ranks of {'cp' if ctx.cp.size == 2 else 'tp'} and "
+            "False on others; set it alike on all: a backward sends what it needs")
+        model.requires_grad_(True)
+        x.requires_grad_(x.is_floating_point())
+        with ledger() as book:
+            for _ in range(2):
+                model(x).sum().backward()
+        assert len(book.once) == 1 and "once" in str(book)
+        finish_gradients(model)
+
+
+@ranks(4)
+def test_one_rank_of_four_that_differs_is_told_by_all(rank, world):
+    """C50: (d) on cp=2 x tp=2, from the other corner of the mesh too."""
+    with ParallelContext.from_env(1, 2, 2, timeout=60) as ctx:
+        model = Mixed(ctx).block
+        model.mlp.requires_grad_(rank != 2)
+        with pytest.raises(CollectiveMismatch, match=r"of mlp\.gate\.weight is True on some ranks of cp x tp .* \(and 5 more\)"):
+            model(seeded(2, 3, M, seed=0))
+
+
+@ranks(2)
+def test_dp_ranks_that_differ_in_requires_grad(rank, world):
+    """C50: (d) they exchange nothing in a forward, so finish_gradients tells, before it sums."""
+    with ParallelContext.from_env(2, 1, 1, timeout=60) as ctx:
+        model = Mixed(ctx)
+        model.plain.weight.requires_grad_(rank == 0)
+        backward(model, ctx)
+        with pytest.raises(CollectiveMismatch, match=r"Mixed: requires_grad of plain\.weight .* ranks of dp "):
+            finish_gradients(model)
 
 
 # ---- what is forgotten is noticed ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import torch
 from helpers import close, far, seeded
 from pool import ranks
 
-from tpattn import ParallelContext, ParallelMLP, TransformerBlock, comm, ledger, masks
+from tpattn import ParallelContext, ParallelMLP, SequenceLayout, TransformerBlock, comm, ledger, masks
 from tpattn.linear import column_product, functions, row_product
 
 I, O, F64 = 6, 5, torch.float64      # features in and out, of each rank for the divided side
@@ -102,6 +102,35 @@ def test_the_input_gradient_travels_while_weight_gradients_are_computed(rank, wo
             out.sum().backward()
             assert log == ["product", "start", "product", "product", "wait"], log
     ctx.close()
+
+
+def block_bytes(T, M, tp, again=False):
+    """What each of `tp` ranks receives in forward + backward of a float32 block: 4 sums of [T, M], or 4 halves of one and 4 (6)
+    gathers, the other halves."""
+    return (10 if again else 8) * (tp - 1) * T * M * 4 // tp
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("mode", ["whole", "kept", "gathered again"])
+def test_a_block_sends_one_sum_each_way_per_half(rank, world, mode):
+    """Of [2048, 1024] float32 on tp=2 32 MiB in forward + backward in both modes, 40 when gathered again; here of [24, 16]."""
+    assert (block_bytes(2048, 1024, 2), block_bytes(2048, 1024, 2, again=True)) == (32 * 2**20, 40 * 2**20)
+    T, M, again = 24, 16, mode == "gathered again"
+    with ParallelContext.from_env(tp=world, timeout=60) as ctx:
+        sp = mode != "whole"
+        block = TransformerBlock(M, 4, ffn=20, ctx=ctx, sequence_parallel=sp, keep_gathered=not again)
+        x = seeded(1, T // world if sp else T, M, seed=rank if sp else 0, dtype=torch.float32).requires_grad_()
+        options = {"layout": SequenceLayout.contiguous(T, 1), "token_sizes": [T // world] * world if sp else None}
+        with ledger() as book:
+            block(x, mask=masks.causal(), **options).sum().backward()
+        assert book.bytes() == block_bytes(T, M, world, again)
+        for direction in ("forward", "backward"):
+            sent = [(m.axis, m.operation) for m in book.select(direction=direction)]
+            if sp:
+                more = 2 * (again and direction == "backward")
+                assert sorted(sent) == [("tp", "all_gather")] * (2 + more) + [("tp", "reduce_scatter")] * 2
+            else:
+                assert sent == [("tp", "all_reduce")] * 2
 
 
 @ranks(2)

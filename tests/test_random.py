@@ -6,8 +6,11 @@ import pytest
 import torch
 from helpers import close, far, seeded
 from pool import ranks
+from torch import nn
 
-from tpattn import ParallelContext, RandomKey, SequenceLayout, TransformerBlock, dropout
+from tpattn import ParallelContext, ParallelSelfAttention, RandomKey, SequenceLayout, TransformerBlock, comm, dropout
+from tpattn.blocks import drop
+from tpattn.params import to_local
 from tpattn.random import bits, fold, normal, uniform
 
 N = 100_000
@@ -210,8 +213,35 @@ def test_dropout_differs_between_ranks_that_hold_other_data(rank, world):
 
 
 @ranks(2)
+@pytest.mark.parametrize("sp", [False, True])
+def test_dropout_over_tp_is_alike_or_differs(rank, world, sp):
+    """C38: p=0.5 on tp=2: of ones that both ranks hold the masks are equal; of token shards, and of heads, they differ."""
+    with ParallelContext.from_env(tp=2, timeout=60) as ctx:
+        layout, sizes = SequenceLayout.contiguous(8, 1), [4, 4] if sp else None
+        y = drop(nn.Module(), torch.ones(1, 4 if sp else 8, 16), 0.5, ctx, layout, sizes, RandomKey(0))
+        mine, other = (share != 0 for share in comm.all_gather(y, [y.shape] * 2, ctx.tp))
+        agree = float((mine == other).double().mean())
+        assert 0.1 < agree < 0.9 if sp else agree == 1.0
+        attention = ParallelSelfAttention(8, 2, ctx=ctx, rope_base=None, dropout=0.5, sequence_parallel=sp, dtype=torch.float64)
+        with torch.no_grad():
+            for p in attention.parameters():
+                to_local(p).fill_(0.25)     # all heads alike, so only what is dropped can make them differ
+        seen = []
+        attention.out.register_forward_pre_hook(lambda layer, args: seen.append(args[0]))
+        x = seeded(1, 8, 8, seed=1)
+        attention(x.split(4, dim=1)[rank] if sp else x, key=RandomKey(0))
+        heads = comm.all_gather(seen[0], [seen[0].shape] * 2, ctx.tp)
+        assert float(torch.isclose(heads[0], heads[1]).double().mean()) < 0.9
+        attention.eval()(x.split(4, dim=1)[rank] if sp else x)
+        heads = comm.all_gather(seen[1], [seen[1].shape] * 2, ctx.tp)
+        close(heads[0], heads[1], 1e-12)
+
+
+@ranks(2)
 def test_dropout_is_off_in_eval_and_at_p_zero(rank, world):
-    """C38: eval() and p=0 give exactly the numbers without dropout; training without a key is refused."""
+    """C38: eval() and p=0 give exactly the numbers without dropout, those of one process; training without a key is refused."""
+    torch.manual_seed(0)
+    want = TransformerBlock(8, 2, ctx=ParallelContext.single(), dropout=0.5, dtype=torch.float64).eval()(seeded(2, 5, 8, seed=1))
     with ParallelContext.from_env(tp=2, timeout=60) as ctx:
         blocks = []
         for p in (0.5, 0.0):
@@ -219,5 +249,6 @@ def test_dropout_is_off_in_eval_and_at_p_zero(rank, world):
             blocks.append(TransformerBlock(8, 2, ctx=ctx, dropout=p, dtype=torch.float64))
         x = seeded(2, 5, 8, seed=1)
         assert torch.equal(blocks[0].eval()(x, key=RandomKey(0)), blocks[1](x))
+        close(blocks[1](x), want, 1e-12)
         with pytest.raises(ValueError, match="needs key"):
             blocks[0].train()(x)

@@ -13,6 +13,7 @@ from helpers import close, far, seeded
 from pool import ranks
 
 import tpattn
+from tpattn.params import sharded_parameters, to_local, whole
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -23,12 +24,12 @@ def loop_code():
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
 
 
-def run_loop(cp, tp):
+def run_loop(cp, tp, change=lambda code: code):
     """Its five losses, from rank 0's lines (empty on other ranks)."""
     argv, sys.argv = sys.argv, ["loop.py", str(cp), str(tp)]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(loop_code(), "loop.py", "exec"), {"__name__": "__main__"})
+            exec(compile(change(loop_code()), "loop.py", "exec"), {"__name__": "__main__"})
     finally:
         sys.argv = argv
     return [float(x) for x in re.findall(r"loss ([0-9.]+)", out.getvalue())]
@@ -65,6 +66,18 @@ def test_shortest_loop_is_the_same_on_every_mesh(rank, world, axis):
         assert losses == []
 
 
+@ranks(2)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 1)], ids=["cp", "tp", "dp"])
+def test_shortest_loop_without_its_sum_of_gradients_does_not_train_on(rank, world, sizes):
+    """C04: with the line of finish_gradients removed, and clipping too, the step raises on every rank and names it."""
+    def forget(*words):
+        return lambda code: "".join(line for line in code.splitlines(True) if not any(word in line for word in words))
+
+    for words, name in ((["finish_gradients"], "clip_grad_norm_"), (["finish_gradients", "clip_grad_norm_"], "AdamW.step")):
+        with pytest.raises(tpattn.TpattnError, match=rf"{name}: .*finish_gradients"):
+            run_loop(*sizes, forget(*words))
+
+
 def blocks():
     """Every python block of the README."""
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -73,11 +86,13 @@ def blocks():
 @ranks(4)
 def test_the_other_code_runs(rank, world):
     """Layers alone, attention by itself and the ledger, as they stand, on the meshes they are written for."""
-    layers, attention, book = [block for block in blocks() if "tpattn.shard" not in block][1:4]
+    layers, lora, attention, book = [block for block in blocks() if "tpattn.shard" not in block][1:5]
     with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
         names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": tpattn.SequenceLayout.zigzag(11, 2)}
         exec(layers, names)
         assert names["y"].shape == names["x"].shape == (4, names["layout"].sizes[ctx.cp.rank], 64)
+        exec(lora, names)
+        assert names["down"](names["up"](names["x"])).shape == names["x"].shape
         names["loss"] = names["y"].square().sum()
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(book, names)
@@ -110,15 +125,79 @@ def test_the_fsdp_code_runs_and_gives_the_weights_of_one_process(rank, world, si
     want = weights(tpattn.ParallelContext.single())
     with tpattn.ParallelContext.from_env(*sizes, timeout=60) as ctx:
         close(list(weights(ctx).values()), list(want.values()), 1e-8)
+class Adapted(torch.nn.Module):
+    """up, gelu, down with the README's adapters, whose weights are all drawn so that every one has a gradient."""
+
+    def __init__(self, ctx, sp):
+        super().__init__()
+        names = {"torch": torch, "tpattn": tpattn, "ctx": ctx}
+        torch.manual_seed(0)
+        names["up"] = tpattn.ColumnParallelLinear(6, 11, ctx=ctx, sequence_parallel=sp, dtype=torch.float64)
+        names["down"] = tpattn.RowParallelLinear(11, 6, ctx=ctx, sequence_parallel=sp, dtype=torch.float64)
+        exec(blocks()[2], names)
+        self.up, self.down = names["up"], names["down"]
+        own = {"up.A": seeded(4, 6, seed=1), "up.B.weight": seeded(11, 4, seed=2), "down.A.weight": seeded(4, 11, seed=3),
+               "down.B": seeded(6, 4, seed=4)}
+        tpattn.load_whole_state_dict(self, tpattn.whole_state_dict(self) | own)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def undivided(state, x, g):
+    """Output and gradient of x, and of the adapters by name, by plain torch."""
+    w = {name: value.clone().requires_grad_("base" not in name) for name, value in state.items()}
+    x = x.clone().requires_grad_()
+    h = torch.nn.functional.gelu(x @ w["up.base.weight"].T + w["up.base.bias"] + x @ w["up.A"].T @ w["up.B.weight"].T)
+    y = h @ w["down.base.weight"].T + w["down.base.bias"] + h @ w["down.A.weight"].T @ w["down.B"].T
+    y.backward(g)
+    return y, x.grad, {name: value.grad for name, value in w.items() if value.grad is not None}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sp", [False, True])
+def test_adapters_equal_the_undivided_ones(rank, world, sp):
+    """LoRA beside frozen layers: output and every gradient on tp=2 and on dp=2 x tp=2; a wrong rule is named by the check."""
+    x, g = seeded(2, 5, 6, seed=5), seeded(2, 5, 6, seed=6)
+    with tpattn.ParallelContext.from_env(dp=world // 2, tp=2, timeout=60) as ctx:
+        def share(z):
+            z = z.tensor_split(ctx.dp.size)[ctx.dp.rank]
+            return z.split([3, 2], dim=1)[ctx.tp.rank] if sp else z
+
+        def one_step(model):
+            mine = share(x).clone().requires_grad_()
+            y = model(mine)
+            y.backward(share(g))
+            return y, mine.grad
+
+        model = Adapted(ctx, sp)
+        want_y, want_x, want = undivided(tpattn.whole_state_dict(model), x, g)
+        close(one_step(model), [share(want_y), share(want_x)])
+        tpattn.finish_gradients(model, check=True)
+        specs = {id(m.get_parameter(key)): spec for _, m, key, spec in sharded_parameters(model)}
+        got = {name: whole(to_local(p.grad), specs[id(p)], ctx.tp) if id(p) in specs else p.grad
+               for name, p in model.named_parameters() if p.grad is not None}
+        assert set(got) == set(want) == {"up.A", "up.B.weight", "down.A.weight", "down.B"}
+        for name, grad in want.items():
+            close(got[name], grad)
+        wrong = "same" if sp else "partial"
+        for name in ("up.A", "down.B"):
+            model = Adapted(ctx, sp)
+            part = model.get_submodule(name[:-2])
+            setattr(part, name[-1], tpattn.replicated(getattr(part, name[-1]), ctx, wrong))
+            one_step(model)
+            with pytest.raises(tpattn.TpattnError, match=rf"the gradient of {name} .*grad='{wrong}'"):
+                tpattn.finish_gradients(model, check=True)
 
 
 def test_shortest_loop_runs_as_a_script(tmp_path):
-    """Copied verbatim to a file and started with plain python, it prints five lines and nothing else."""
+    """C04: copied verbatim to a file and run by one process, it prints plain torch's five losses and nothing else."""
     script = tmp_path / "loop.py"
     script.write_text(loop_code())
     done = subprocess.run([sys.executable, str(script), "1", "1"], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    close([float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)], plain_torch(), 1e-9)
     assert len(done.stdout.splitlines()) == 5
 
 

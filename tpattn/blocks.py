@@ -16,7 +16,7 @@ from tpattn.linear import ColumnParallelLinear, RowParallelLinear, agreed_sizes,
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
 from tpattn.norm import LayerNorm, RMSNorm, check_width
-from tpattn.params import Init, deferred_init, finish_init
+from tpattn.params import Init, agree_on_gradients, deferred_init, finish_init
 from tpattn.random import RandomKey, dropout
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu, "swiglu": F.silu}
@@ -80,6 +80,7 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:
         """x [.., M], the same on every tp rank (a token shard with sequence_parallel) -> the same shape."""
         check_width(self, x, self.up.in_features)
+        agree_on_gradients(self, self.ctx.tp, x=x)
         token_sizes = agreed_sizes(self, x, token_sizes)
         columns = [self.up] if self.gate is None else [self.up, self.gate]
         weights = [column.weight_and_bias(x.dtype) for column in columns]
@@ -188,6 +189,7 @@ class TransformerBlock(nn.Module):
         """
         if x.dim() != 3:
             raise Unsupported(f"TransformerBlock needs an input [B, tokens, width], got {list(x.shape)}")
+        agree_on_gradients(self, self.ctx.cp, self.ctx.tp, x=x)
         token_sizes = agreed_sizes(self, x, token_sizes)
         t = x.shape[1] if token_sizes is None else sum(token_sizes)
         layout = share_layout(self.ctx, t, layout)

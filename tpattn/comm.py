@@ -112,7 +112,7 @@ class Message:
 
     operation   exchange, all_gather, reduce_scatter, all_reduce, shift
     axis        name of the group
-    direction   forward or backward
+    direction   forward or backward; or once, see `Ledger`
     bytes       what this rank must at least receive
     site        file:line of the room that asked for it; a gradient's message names the line that asked forward
     """
@@ -126,9 +126,13 @@ class Message:
 
 @dataclass
 class Ledger:
-    """Messages in the order they were sent, from `with ledger() as book`. FSDP2's and DCP's own messages are not in it."""
+    """Messages in the order they were sent, from `with ledger() as book`. FSDP2's and DCP's own messages are not in it.
+
+    once        kept apart: what ranks agree on in the first forward of a module, which no later step repeats
+    """
 
     messages: list[Message] = field(default_factory=list)
+    once: list[Message] = field(default_factory=list)
 
     def bytes(self, **where: str) -> int:
         """Sum of the bytes of the messages with these fields, for example `bytes(axis="cp", direction="forward")`."""
@@ -140,7 +144,7 @@ class Ledger:
 
     def __str__(self) -> str:
         rows: dict[tuple[str, str, str], list[int]] = {}
-        for m in self.messages:
+        for m in [*self.messages, *self.once]:
             row = rows.setdefault((m.axis, m.operation, m.direction), [0, 0])
             row[0] += 1
             row[1] += m.bytes
@@ -184,7 +188,7 @@ def _call(operation: str, group: Group, direction: str, received: int, start: Ca
     if _open_ledgers:
         message = Message(operation, group.name, direction, received, _site())
         for book in _open_ledgers:
-            book.messages.append(message)
+            (book.once if direction == "once" else book.messages).append(message)
     with _named_errors(operation, group):
         works = start()
 
@@ -389,15 +393,15 @@ def all_reduce(x: Tensor, group: Group, *, op: str = "sum", direction: str = "fo
     return start_all_reduce(x, group, op=op, direction=direction)()
 
 
-def agree(values: Sequence[int], group: Group) -> list[list[int]]:
+def agree(values: Sequence[int], group: Group, *, direction: str = "forward") -> list[list[int]]:
     """Every rank's `values` (int64, the same number of them on each rank), by one small all-gather."""
-    return [list(values)] if group.size == 1 else _agree(values, group)
+    return [list(values)] if group.size == 1 else _agree(values, group, direction)
 
 
 @not_compiled
-def _agree(values: Sequence[int], group: Group) -> list[list[int]]:
+def _agree(values: Sequence[int], group: Group, direction: str) -> list[list[int]]:
     own = torch.tensor(list(values), dtype=torch.int64, device=group.device)
-    return [share.tolist() for share in all_gather(own, [[len(values)]] * group.size, group)]
+    return [share.tolist() for share in all_gather(own, [[len(values)]] * group.size, group, direction=direction)]
 
 
 def is_fake(group: Group) -> bool:

@@ -10,7 +10,7 @@ from tpattn.errors import Unsupported
 from tpattn.layout import chunk_sizes
 from tpattn.linear import check_counts, leave
 from tpattn.mesh import ParallelContext
-from tpattn.params import Init, ShardedModule, finish_init, weight_fill
+from tpattn.params import Init, ShardedModule, agree_on_gradients, finish_init, weight_fill
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -51,6 +51,7 @@ class VocabParallelEmbedding(ShardedModule):
             raise Unsupported(
                 f"an id lies outside the vocabulary of {self.num_embeddings}: smallest {int(ids.min())}, largest {int(ids.max())}"
             )
+        agree_on_gradients(self, self.ctx.tp)
         tp, weight = self.ctx.tp, self.local("weight", dtype)
         if tp.size == 1:
             return F.embedding(ids, weight)

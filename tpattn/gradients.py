@@ -15,6 +15,7 @@ from tpattn.mesh import ParallelContext
 from tpattn.params import (
     WAITS,
     ReplicatedParameter,
+    agree_on_gradients,
     context_of,
     data_dim,
     gradient_state,
@@ -44,8 +45,9 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
     over tp of `replicated` parameters.
 
     check       True: compare what all tp ranks should hold alike, values and finished gradients of parameters that are not
-                divided; costs a gather of each, for a first step or a test
-    raises      TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
+                divided, and what `replicated` declared partial, which should differ; costs a gather of each, for a first step
+    raises      CollectiveMismatch when dp ranks differ in requires_grad of a parameter; looked at in the first call
+                TpattnError when a backward ran between two calls: its part would be added to sums that are complete; with check
                 when copies differ: the parameter, the ranks, and how to declare it
                 also when the last backward ran inside `no_sync`
                 Unsupported for a model without a tpattn layer, or one that was divided by torch's fully_shard instead of `shard`
@@ -54,6 +56,7 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
     if ctx.world.size == 1:
         return
     reshard(model)
+    agree_on_gradients(model, ctx.dp)  # its other ranks took part in each forward, and agreed there
     names = {id(p): name for name, p in model.named_parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
@@ -68,6 +71,8 @@ def finish_gradients(model: nn.Module, check: bool = False) -> None:
             raise TpattnError(f"finish_gradients: the gradient of {names[id(p)]} {WAITS}")
     open_ = [p for p in parameters if not _is_finished(p)]
     _drop_unused([p for p in open_ if data_dim(p) is not None], ctx)
+    if check and ctx.tp.size > 1:
+        _check_parts([(names[id(p)], p) for p in open_ if isinstance(p, ReplicatedParameter) and p.rule == "partial"], ctx)
     for axis in dict.fromkeys([*rules.values(), ctx.dp_cp]):  # in the order of the parameters, the same on every rank
         if axis is not None and axis.size > 1:
             for bucket in _buckets([p for p in open_ if rules.get(id(p), ctx.dp_cp) is axis]):
@@ -90,6 +95,19 @@ def _drop_unused(parameters: Sequence[Tensor], ctx: ParallelContext) -> None:
     for p, ranks in zip(parameters, comm.all_reduce(used, ctx.world, direction="backward").tolist(), strict=True):
         if ranks == 0:
             p.grad = None
+
+
+@torch.no_grad()
+def _check_parts(parameters: Sequence[tuple[str, Tensor]], ctx: ParallelContext) -> None:
+    """Raise TpattnError, on every tp rank, for a gradient declared partial that tp ranks hold alike: the sum is too large."""
+    for name, p in parameters:
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        copies = comm.all_gather(own, [own.shape] * ctx.tp.size, ctx.tp, direction="backward")
+        if bool(copies[0].any()) and all(torch.equal(copy, copies[0]) for copy in copies):
+            raise TpattnError(
+                f"finish_gradients: the gradient of {name} {list(p.shape)} is the same on all ranks {list(ctx.tp.ranks)} of tp "
+                "before the sum, but was declared tpattn.replicated(..., grad='partial'); declare it same, else it grows with tp"
+            )
 
 
 @torch.no_grad()

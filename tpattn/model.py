@@ -16,7 +16,7 @@ from tpattn.linear import ColumnParallelLinear, check_counts
 from tpattn.loss import linear_cross_entropy
 from tpattn.masks import Mask, causal
 from tpattn.mesh import ParallelContext
-from tpattn.params import Init, as_dtype, deferred_init, finish_init
+from tpattn.params import Init, agree_on_gradients, as_dtype, deferred_init, finish_init
 from tpattn.random import RandomKey
 
 
@@ -168,6 +168,7 @@ class Transformer(nn.Module):
         """The input of the head [B, t, M], and under sequence_parallel [B, t', M] with the tokens of each tp rank."""
         mask = causal() if mask is None else mask
         layout = share_layout(self.ctx, tokens.shape[1], layout)
+        agree_on_gradients(self, self.ctx.cp, self.ctx.tp)
         token_sizes = tokens_over_tp(tokens.shape[1], self.ctx, self.sequence_parallel)
         x = self.embedding(tokens, self.compute_dtype)
         x = drop(self, x, self.dropout, self.ctx, layout, token_sizes, key and key.child("embedding_dropout"))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -361,6 +363,45 @@ def require_finished(parameters: Iterable[Tensor], what: str) -> None:
 def gradient_state(parameter: Tensor) -> _Gradients | None:
     """What is known of a parameter's gradient; None for a parameter that nobody watches."""
     return _gradients.get(parameter)
+
+
+# ---- what needs a gradient -------------------------------------------------------------------------------------------------
+
+_AGREED = "_agreed_on_gradients"  # attribute of a module: the axes whose ranks agreed
+_FLAGS = 31  # to a word of 64 bits: for each, whether some rank needs a gradient and whether some rank needs none
+
+
+def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = None) -> None:
+    """In the first forward of `module` that makes gradients: check that the ranks of `axes` agree on what needs one.
+
+    What a backward sends depends on it: for a rank that needs no gradient the others would wait. A few bytes over each axis,
+    once; the modules inside need no check of their own. A later change on one rank alone is not seen.
+
+    x           the module's input
+    raises      CollectiveMismatch on every rank of the axes, naming the first that differs
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    agreed = {axis.name for axis in axes if axis.size > 1 and not comm.is_fake(axis)}
+    if agreed <= module.__dict__.get(_AGREED, set()):
+        return
+    names = ["its input", *(name for name, _ in module.named_parameters())]
+    needs = [x is not None and x.requires_grad, *(p.requires_grad for p in module.parameters())]
+    seen = [0] * math.ceil(len(needs) / _FLAGS)
+    for i, need in enumerate(needs):
+        seen[i // _FLAGS] |= (1 if need else 2) << 2 * (i % _FLAGS)
+    for axis in axes:
+        if axis.name in agreed:
+            rows = comm.agree(seen, axis, direction="once")
+            seen = [reduce(or_, words) for words in zip(*rows, strict=True)]
+    if differ := [name for i, name in enumerate(names) if seen[i // _FLAGS] >> 2 * (i % _FLAGS) & 3 == 3]:
+        where = " x ".join(axis.name for axis in axes if axis.name in agreed)
+        raise CollectiveMismatch(
+            f"{type(module).__name__}: requires_grad of {differ[0]} is True on some ranks of {where} and False on others"
+            f"{f' (and {len(differ) - 1} more)' if len(differ) > 1 else ''}; set it alike on all: a backward sends what it needs"
+        )
+    for inner in module.modules():
+        inner.__dict__[_AGREED] = inner.__dict__.get(_AGREED, set()) | agreed
 
 
 # ---- initial values --------------------------------------------------------------------------------------------------------

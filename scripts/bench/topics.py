@@ -20,12 +20,15 @@ from bench.work import (
     allowed_pairs,
     make_layout,
     serial_attention,
+    serial_block,
     serial_module,
     serial_product,
     sharded_attention,
+    sharded_block,
     sharded_loss,
     sharded_module,
     sharded_product,
+    torch_block,
 )
 from tpattn import AttentionGrid, SequenceLayout, masks
 
@@ -273,6 +276,70 @@ def loss(quick: bool, ranks: int) -> Topic:
     return Topic(title, meaning, heads, [sides], rows)
 
 
+def block(quick: bool, ranks: int) -> Topic:
+    """A transformer block over tp, against plain torch layers on one process and divided by torch's own parallelize_module."""
+    T, M, H, F = BLOCK_SIZES[quick]
+    races = []
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes, word = {"T": T, "M": M, "H": H, "F": F, "dtype": dtype}, str(dtype).removeprefix("torch.")
+        sides = [Side((), serial_block, sizes, BLOCK_TINY, sharded=False)]
+        for sp, tokens in ((False, "whole"), (True, "divided")):
+            sides.append(Side((word, tokens, "parallelize_module"), torch_block, {**sizes, "sp": sp}, BLOCK_TINY))
+            sides.append(Side((word, tokens, "tpattn"), sharded_block, {**sizes, "sp": sp}, BLOCK_TINY))
+        again = {**sizes, "sp": True, "keep": False}
+        sides.append(Side((word, "divided", "tpattn, gathered again"), sharded_block, again, BLOCK_TINY))
+        races.append(sides)
+
+    def rows(measured: list[Measured]) -> list[list[str]]:
+        serial, *others = measured
+        theirs = {m.side.sizes["sp"]: m for m in others if m.side.build is torch_block}
+        lines = []
+        for m in others:
+            row = serial_and_sharded(m.side.label, serial, m)
+            if m.side.build is torch_block:
+                row[-1] = "not counted"  # the ledger knows tpattn's messages alone
+            lines.append([*row, *ratio(theirs[m.side.sizes["sp"]], m)])
+        return lines
+
+    each = 2 * (ranks - 1) / ranks * T * M * 4 / MiB
+    meaning = (
+        f"{COSTS_NOTHING} It should be at least 0.98, and theirs / this, parallelize_module's time over this one's, at least "
+        f"1.00. Received in float32 should be {4 * each:.2f} MiB, {5 * each:.2f} when gathered again, half of that in bfloat16. "
+        "Tokens divided: with sequence_parallel, over tp between the linear layers."
+    )
+    heads = "dtype", "tokens", "block", *SERIAL_AND_SHARDED, "theirs / this", "quartiles of it"
+    title = f"Transformer block, hidden {M}, {H} heads, SwiGLU {F}, T={T}, causal, tp={ranks}, forward + backward"
+    return Topic(title, meaning, heads, races, rows)
+
+
+def chunks(quick: bool, ranks: int) -> Topic:
+    """The same block with its tokens travelling in pieces behind the products."""
+    T, M, H, F = BLOCK_SIZES[quick]
+    races = []
+    for sp in (False, True):
+        sizes = {"T": T, "M": M, "H": H, "F": F, "dtype": torch.float32, "sp": sp}
+        label = "divided" if sp else "whole"
+        races.append(
+            [Side((label, str(n)), sharded_block, {**sizes, "chunks": n}, {**BLOCK_TINY, "chunks": 1}) for n in (1, 2, 4)]
+        )
+
+    def rows(measured: list[Measured]) -> list[list[str]]:
+        one = measured[0]
+        lines = []
+        for m in measured:
+            processor = statistics.median(one.processor) / statistics.median(m.processor)
+            lines.append([*m.side.label, *ratio(one, m), f"{processor:.2f}", f"{m.ms:.0f}", f"{m.peak:.0f}", f"{m.received:.2f}"])
+        return lines
+
+    meaning = 'Ratio is the time of one piece over this one\'s: above 1.00 pieces pay, and chunks="auto" takes one.'
+    heads = "tokens", "chunks", "ratio", "quartiles", "processor", "ms", "peak rank MiB", "received MiB"
+    title = f"Chunks of a transformer block, hidden {M}, {H} heads, SwiGLU {F}, T={T}, float32, tp={ranks}, forward + backward"
+    return Topic(title, meaning, heads, races, rows)
+
+
+BLOCK_SIZES = {True: (256, 64, 4, 176), False: (2048, 1024, 16, 2816)}  # quick: T, M, H, F
+BLOCK_TINY = {"T": 64, "M": 64, "H": 4, "F": 64}
+
 TOPICS: dict[str, Callable[[bool, int], Topic]] = {
     "products": products,
     "attention": attention,
@@ -281,4 +348,6 @@ TOPICS: dict[str, Callable[[bool, int], Topic]] = {
     "seed": seed,
     "memory": memory,
     "loss": loss,
+    "block": block,
+    "chunks": chunks,
 }

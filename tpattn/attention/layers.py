@@ -15,7 +15,7 @@ from tpattn.linear import QKVParallelLinear, RowParallelLinear, agreed_sizes
 from tpattn.masks import Mask
 from tpattn.mesh import ParallelContext
 from tpattn.norm import RMSNorm
-from tpattn.params import Init, deferred_init, finish_init
+from tpattn.params import Init, agree_on_gradients, deferred_init, finish_init
 from tpattn.random import RandomKey
 from tpattn.rope import rotary_angles, rotate
 
@@ -116,6 +116,7 @@ class ParallelSelfAttention(torch.nn.Module):
         """
         if x.dim() != 3:
             raise Unsupported(f"ParallelSelfAttention needs an input [B, tokens, width], got {list(x.shape)}")
+        agree_on_gradients(self, self.ctx.cp, self.ctx.tp, x=x)
         token_sizes = agreed_sizes(self, x, token_sizes)
         t = x.shape[1] if token_sizes is None else sum(token_sizes)
         layout = share_layout(self.ctx, t, layout)

@@ -20,7 +20,7 @@ from tpattn.linear.functions import column_product, row_product, token_dim
 from tpattn.linear.heads import HeadShares
 from tpattn.mesh import ParallelContext
 from tpattn.norm import check_width
-from tpattn.params import Init, ShardedModule, bias_fill, finish_init, row_spans, weight_fill
+from tpattn.params import Init, ShardedModule, agree_on_gradients, bias_fill, finish_init, row_spans, weight_fill
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -66,6 +66,7 @@ class ColumnParallelLinear(ShardedModule):
         token_sizes     with sequence_parallel: tokens of each tp rank; None = agreed by one small all-gather
         """
         check_width(self, x, self.in_features)
+        agree_on_gradients(self, self.ctx.tp, x=x)
         weights = [self.weight_and_bias(x.dtype)]
         options: Any = {"keep": self.keep_gathered, "chunks": self.chunks}
         (y,) = column_product(x, weights, self.ctx.tp, self.sequence_parallel, token_sizes, **options)
@@ -132,6 +133,7 @@ class RowParallelLinear(ShardedModule):
             check_width(self, x, self.in_features)
             x = comm.shard(x, tp, x.dim() - 1, self._input_sizes)
         check_width(self, x, self._input_sizes[tp.rank])
+        agree_on_gradients(self, tp, x=x)
         weight = self.local("weight", x.dtype).flatten(1)
         y = row_product(x, weight, tp, self.sequence_parallel, token_sizes, chunks=self.chunks)
         return y + self.local("bias", x.dtype) if "bias" in self.specs else y
@@ -202,6 +204,7 @@ class QKVParallelLinear(ShardedModule):
         With gate=True a fourth result: the gate's numbers [B, t, h].
         """
         check_width(self, x, self.hidden)
+        agree_on_gradients(self, self.ctx.tp, x=x)
         needed = self.shares.needed(self.ctx.tp.rank)
         weights = [self.local("q", x.dtype), *(self.local(name, x.dtype)[needed] for name in ("k", "v"))]
         sizes, rows, bias = [len(w) for w in weights], torch.cat(weights).flatten(0, 1), None
