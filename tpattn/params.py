@@ -378,8 +378,10 @@ def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = 
     once; the modules inside need no check of their own. A later change on one rank alone is not seen.
 
     x           the module's input
-    raises      CollectiveMismatch on every rank of the axes, naming the first that differs
+    raises      CollectiveMismatch on every rank of the axes, naming the first that differs; ContextClosed
     """
+    for axis in axes:
+        axis.require_open()
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     agreed = {axis.name for axis in axes if axis.size > 1 and not comm.is_fake(axis)}
