@@ -223,7 +223,7 @@ def test_merging_blocks_of_very_different_size(backend, far_apart):
 @pytest.mark.parametrize("fast", [True, False])
 def test_low_precision_errs_no_more_than_the_undivided_op(monkeypatch, backend, dtype, kind, fast):
     """Sums in float32: at most 1.5 times the error of one call over all keys, on CPUs with and without that dtype."""
-    monkeypatch.setattr(backends, "_fast_on_cpu", lambda _: fast)
+    monkeypatch.setattr(backends, "fast_on_cpu", lambda _: fast)
     T = 200
     inputs = problem(1, T, T, 4, 2, 16, 16, dtype)
     tiles = TILES[kind](T, T)

@@ -305,7 +305,8 @@ def block(quick: bool, ranks: int) -> Topic:
     meaning = (
         f"{COSTS_NOTHING} It should be at least 0.98, and theirs / this, parallelize_module's time over this one's, at least "
         f"1.00. Received in float32 should be {4 * each:.2f} MiB, {5 * each:.2f} when gathered again, half of that in bfloat16. "
-        "Tokens divided: with sequence_parallel, over tp between the linear layers."
+        "Tokens divided: with sequence_parallel, over tp between the linear layers. On a CPU without products in bfloat16 torch "
+        "needs a minute for one of its blocks."
     )
     heads = "dtype", "tokens", "block", *SERIAL_AND_SHARDED, "theirs / this", "quartiles of it"
     title = f"Transformer block, hidden {M}, {H} heads, SwiGLU {F}, T={T}, causal, tp={ranks}, forward + backward"

@@ -6,7 +6,7 @@ boolean mask) and the sizes it is fastest at. Here tensors are in kernel order [
 K key-value heads (never repeated in memory), Dv the width of v.
 """
 
-from tpattn.kernels.backends import NAMES, Backend, HeadByHead, available, choose
+from tpattn.kernels.backends import NAMES, Backend, HeadByHead, available, choose, fast_on_cpu
 from tpattn.kernels.calls import HeadGroups, attend, attend_backward, stand_in
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, Total, merge, whole_vectors, wide_dtype
 
@@ -25,6 +25,7 @@ __all__ = [
     "attend_backward",
     "available",
     "choose",
+    "fast_on_cpu",
     "merge",
     "stand_in",
     "whole_vectors",

@@ -243,7 +243,7 @@ class Fused(Backend):
 
 
 @lru_cache(maxsize=8)
-def _fast_on_cpu(dtype: torch.dtype) -> bool:
+def fast_on_cpu(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies in `dtype` itself; where it does not, torch's flash op is 7 times slower than in float32."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -269,13 +269,13 @@ class CpuFlash(Fused):
         """The op's causal flag saves nothing up to 512 (torch 2.13), and many small squares in one call take no longer than what
         they save; few do. Whole squares where bfloat16 dislikes small calls.
         """
-        if backward and dtype in (torch.bfloat16, torch.float16) and _fast_on_cpu(dtype):
+        if backward and dtype in (torch.bfloat16, torch.float16) and fast_on_cpu(dtype):
             return 0
         return 32 if rows >= self._many_rows else 128
 
     def _op(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         low = q.dtype in (torch.bfloat16, torch.float16)
-        if low and (k.shape[2] <= self._few_keys or not _fast_on_cpu(q.dtype)):
+        if low and (k.shape[2] <= self._few_keys or not fast_on_cpu(q.dtype)):
             q, k, v, bias = q.float(), k.float(), v.float(), None if bias is None else bias.float()
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -293,7 +293,7 @@ class CpuFlash(Fused):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _fast_on_cpu(q.dtype):
+        if not fast_on_cpu(q.dtype):
             g, q, k, v, out = (x.float() for x in (g, q, k, v, out))
             bias = None if bias is None else bias.float()
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tpattn import comm
 from tpattn.errors import Unsupported
+from tpattn.kernels import fast_on_cpu
 from tpattn.layout import chunk_sizes, split_sizes
 
 _TOKENS = -2  # the dimension of the tokens in [.., t, M]
@@ -170,7 +171,23 @@ def _place(whole: Tensor | None, block: Tensor, rows: list[tuple[int, int]], T: 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     """g^T x over all tokens: [.., o] and [.., i] -> [o, i]."""
-    return g.reshape(-1, g.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+    return _product(g.reshape(-1, g.shape[-1]).mT, x.reshape(-1, x.shape[-1]))
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """F.linear, as `_product` computes."""
+    if not _slow(x):
+        return F.linear(x, w, b)
+    return F.linear(x.float(), w.float(), None if b is None else b.float()).to(x.dtype)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y, in float32 and rounded once where the CPU has no products in this dtype: torch's are 5 to 90 times slower."""
+    return (x.float() @ y.float()).to(x.dtype) if _slow(x) else x @ y
+
+
+def _slow(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not fast_on_cpu(x.dtype)
 
 
 class _Column(torch.autograd.Function):
@@ -188,13 +205,13 @@ class _Column(torch.autograd.Function):
         node.saved = tp, sizes, [b is not None for b in biases]
         if sizes is None:
             node.save_for_backward(x, *weights)
-            return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+            return tuple(_linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
         outs: list[Any] = [None] * len(weights)
         whole = None
         for block, rows in _arrive(x, sizes, tp, chunks, "forward"):
             for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
                 assert w is not None
-                outs[i] = _place(outs[i], F.linear(block, w, b), rows, sum(sizes))
+                outs[i] = _place(outs[i], _linear(block, w, b), rows, sum(sizes))
             whole = _place(whole, block, rows, sum(sizes)) if keep else None
         node.save_for_backward(x if whole is None else whole, *weights)
         node.again = whole is None
@@ -210,7 +227,7 @@ class _Column(torch.autograd.Function):
             shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in sizes]
             arriving = comm.start_gather(x, shapes, tp, direction="backward")
         finish = None
-        if wanted[0] and (parts := [g @ w for g, w in zip(gs, weights, strict=True) if g is not None]):
+        if wanted[0] and (parts := [_product(g, w) for g, w in zip(gs, weights, strict=True) if g is not None]):
             d = parts[0]
             for part in parts[1:]:
                 d += part
@@ -238,19 +255,19 @@ class _Row(torch.autograd.Function):
         node.save_for_backward(x, weight)
         node.saved = tp, sizes, chunks
         if sizes is None and chunks == 1:
-            return comm.all_reduce(F.linear(x, weight), tp)
+            return comm.all_reduce(_linear(x, weight), tp)
         dim = token_dim(x)
         waits: list[Callable[[], Tensor]] = []
         if sizes is None:
             for piece in x.split(split_sizes(x.shape[dim], chunks), dim=dim):
-                waits.append(comm.start_all_reduce(F.linear(piece, weight), tp))
+                waits.append(comm.start_all_reduce(_linear(piece, weight), tp))
         elif chunks == 1:
-            waits.append(comm.start_reduce_scatter(F.linear(x, weight).split(sizes, dim=dim), tp))
+            waits.append(comm.start_reduce_scatter(_linear(x, weight).split(sizes, dim=dim), tp))
         else:
             shares, edges = x.split(sizes, dim=dim), [_edges(size, chunks) for size in sizes]
             for j in range(chunks):
                 mine = [share.narrow(dim, e[j][0], e[j][1] - e[j][0]) for share, e in zip(shares, edges, strict=True)]
-                waits.append(comm.start_reduce_scatter([F.linear(piece, weight) for piece in mine], tp))
+                waits.append(comm.start_reduce_scatter([_linear(piece, weight) for piece in mine], tp))
         return torch.cat([wait() for wait in waits], dim=dim) if len(waits) > 1 else waits[0]()
 
     @staticmethod
@@ -268,7 +285,7 @@ class _Row(torch.autograd.Function):
             else:
                 here = torch.cat([x.narrow(token_dim(x), a, b - a) for a, b in rows], dim=token_dim(x))
             if node.needs_input_grad[0]:
-                d = block @ weight
+                d = _product(block, weight)
                 dx = d if rows is None else _place(dx, d, rows, x.shape[token_dim(x)])
             if node.needs_input_grad[1]:
                 d = _weight_gradient(block, here)
