@@ -1,6 +1,7 @@
 """Gradients are completed exactly once per step, over exactly the ranks that hold parts; forgetting it, or twice, is an error."""
 
 import copy
+import pickle
 import time
 import weakref
 
@@ -206,6 +207,27 @@ def test_frozen_parameters(rank, world, sizes, case):
     if x.grad is not None:
         close(x.grad, whole_x.grad[:, SequenceLayout.zigzag(T, ctx.cp.size).positions(ctx.cp.rank)])
     ctx.close()
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 1, 2)], ids=["dp2", "tp2"])
+def test_a_model_is_cast_moved_and_pickled_as_any_other(rank, world, sizes):
+    """.double(), .to(device), to_empty and a pickle of a parameter, before a step and after; a forgotten finish is noticed."""
+    with ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        model = TransformerBlock(M, 6, 2, ctx=ctx)
+        for kind in (torch.float64, "cpu", torch.float32):
+            model.to(kind)
+            x = seeded(1, T, M, seed=0, dtype=model.mlp.up.weight.dtype)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x).sum().backward()
+            with pytest.raises(TpattnError, match="finish_gradients"):
+                optimizer.step()
+            finish_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.attention_norm.weight
+        assert torch.equal(tpattn.params.to_local(pickle.loads(pickle.dumps(weight))), tpattn.params.to_local(weight))
+        model.to_empty(device="cpu")
 
 
 def differing(part, ctx, rank):
@@ -468,7 +490,6 @@ def test_c03_a_users_own_parameter_declares_its_rule(rank, world):
 
 @ranks(2)
 def test_a_declared_parameter_keeps_its_rule_and_refuses_what_it_cannot_be(rank, world):
-    import pickle
 
     ctx = ParallelContext.from_env(tp=2, timeout=60)
     scale = tpattn.replicated(torch.ones(3), ctx)

@@ -5,8 +5,19 @@ import torch
 from helpers import close, far, seeded
 from pool import ranks
 
-from tpattn import ParallelContext, ParallelMLP, SequenceLayout, TransformerBlock, comm, ledger, masks
+from tpattn import (
+    ColumnParallelLinear,
+    ParallelContext,
+    ParallelMLP,
+    RowParallelLinear,
+    SequenceLayout,
+    TransformerBlock,
+    comm,
+    ledger,
+    masks,
+)
 from tpattn.linear import column_product, functions, row_product
+from tpattn.params import to_local
 
 I, O, F64 = 6, 5, torch.float64      # features in and out, of each rank for the divided side
 
@@ -159,3 +170,24 @@ def test_block_with_every_option_equals_one_process(rank, world, keep, chunks):
     assert book.bytes(axis="tp", direction="backward") == 2 * (gathers + scatters) + (0 if keep else 2 * gathers)
     assert len(book.select(axis="tp", direction="forward")) == 4 * chunks
     ctx.close()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fast", [True, False])
+def test_low_precision_errs_no_more_than_one_product_on_any_cpu(rank, world, fast):
+    """Where the CPU has no bfloat16 products they are made in float32: outputs and gradients err no more than torch's, twice."""
+    def run(ctx, dtype):
+        torch.manual_seed(3)
+        up = ColumnParallelLinear(40, 24, ctx=ctx, dtype=torch.bfloat16).to(dtype)
+        down = RowParallelLinear(24, 40, ctx=ctx, dtype=torch.bfloat16).to(dtype)
+        x = seeded(2, 9, 40, seed=1, dtype=torch.bfloat16).to(dtype).requires_grad_()
+        y = down(up(x))
+        y.backward(seeded(2, 9, 40, seed=2, dtype=torch.bfloat16).to(dtype))
+        return [y.detach(), x.grad, *(to_local(p.grad) for layer in (up, down) for p in layer.parameters())]
+
+    with ParallelContext.from_env(tp=world, timeout=60) as ctx, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "fast_on_cpu", lambda _: fast)
+        got, want = run(ctx, torch.bfloat16), run(ctx, torch.float64)
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == torch.bfloat16
+            assert (x.double() - y).abs().max() <= 2 * 2**-8 * y.abs().max()

@@ -268,7 +268,11 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, ShardedModule, s
 
 
 class _Gradients:
-    """What is known of the gradients of one parameter between its backward and the optimizer's step."""
+    """What is known of the gradients of one parameter between its backward and the optimizer's step.
+
+    It is an attribute of the parameter: a table of weak references would keep torch from casting or moving a model whose
+    parameters are DTensors (2.13). Copies and pickles of a parameter begin without one.
+    """
 
     def __init__(self, ctx: ParallelContext) -> None:
         # The context's groups: the parameter's own mesh may be another one of equal sizes (see mesh._forget_meshes).
@@ -281,6 +285,12 @@ class _Gradients:
         self.completed = False  # a gradient was completed, and no backward has run since
         self.mixed = False  # a backward has added to a completed gradient
         self._finished: Any = None  # the gradient that finish_gradients has completed; weak, so that zero_grad frees it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def finish(self, grad: Tensor | None) -> None:
         """Remember that `grad` is complete."""
@@ -297,26 +307,32 @@ class _Gradients:
         return grad is not None and self._finished is not None and self._finished() is grad
 
 
-_gradients: Any = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> _Gradients; only for contexts of several ranks
+_STATE = "_tpattn_gradients"  # attribute of a parameter; only with contexts of several ranks
 
 
 def track(parameter: Tensor, ctx: ParallelContext) -> None:
     """Watch a parameter's gradient from now on, so that an unreduced one is noticed; unless it is frozen, or ctx has one rank."""
-    if ctx.world.size == 1 or parameter in _gradients or not parameter.requires_grad:
-        return
-    if parameter.is_meta:  # to_empty, which swaps DTensors, refuses those that anything refers to weakly (torch 2.13)
+    if ctx.world.size == 1 or gradient_state(parameter) is not None or not parameter.requires_grad:
         return
     if not ctx.watches_optimizers:
         ctx.watches_optimizers = True
         ctx.on_close.append(register_optimizer_step_pre_hook(_before_step).remove)
-    state = _Gradients(ctx)
-    _gradients[parameter] = state
+    setattr(parameter, _STATE, _Gradients(ctx))
+    _call_after_backward(parameter, _after_backward)
 
-    def after_backward(p: Tensor) -> None:
+
+def _call_after_backward(parameter: Any, hook: Callable[[Tensor], None]) -> None:
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is not None:  # after a cast of a DTensor parameter its hooks are still listed but not called (torch 2.13)
+        parameter._post_accumulate_grad_hooks = hooks
+    if hooks is None or hook not in hooks.values():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _after_backward(p: Tensor) -> None:
+    if (state := gradient_state(p)) is not None:
         state.mixed = state.has_finished(p.grad)  # a new tensor after zero_grad is not
         state.raw, state.completed, state.waits = True, False, False
-
-    parameter.register_post_accumulate_grad_hook(after_backward)
 
 
 def track_gathered(gathered: Tensor, share: Tensor, ctx: ParallelContext) -> None:
@@ -325,13 +341,14 @@ def track_gathered(gathered: Tensor, share: Tensor, ctx: ParallelContext) -> Non
     state = gradient_state(share)
     if state is None or gradient_state(gathered) is state:
         return
-    _gradients[gathered] = state
+    setattr(gathered, _STATE, state)
     state.watched = True
+    _call_after_backward(gathered, _after_backward_of_gathered)
 
-    def after_backward(p: Tensor) -> None:
+
+def _after_backward_of_gathered(p: Tensor) -> None:
+    if (state := gradient_state(p)) is not None:
         state.used = state.waits = True  # until FSDP2 has reduced it and calls the hook of the share
-
-    gathered.register_post_accumulate_grad_hook(after_backward)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -362,7 +379,8 @@ def require_finished(parameters: Iterable[Tensor], what: str) -> None:
 
 def gradient_state(parameter: Tensor) -> _Gradients | None:
     """What is known of a parameter's gradient; None for a parameter that nobody watches."""
-    return _gradients.get(parameter)
+    state: _Gradients | None = getattr(parameter, _STATE, None)
+    return state
 
 
 # ---- what needs a gradient -------------------------------------------------------------------------------------------------

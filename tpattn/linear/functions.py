@@ -85,9 +85,9 @@ def column_product(
     returns     [.., o] for each weight
     gradient    of x: summed over tp (its token shard), in one message that travels while the weights' gradients are computed
     """
-    if tp.size == 1:
-        return [F.linear(x, w, b) for w, b in weights]
     x, params = _as_autocast(x, [p for pair in weights for p in pair])
+    if tp.size == 1:
+        return [_linear(x, w, b) for w, b in zip(params[::2], params[1::2], strict=True) if w is not None]
     sizes = comm.share_sizes(x, token_dim(x), token_sizes, tp)[1] if sequence_parallel else None
     return list(_apply(_Column, x, tp, sizes, keep, chunks, *params))
 
@@ -108,11 +108,12 @@ def row_product(
     returns     [.., O] on every tp rank; with sequence_parallel this rank's token shard [.., t', O]
     gradient    of x: nothing is sent (with sequence_parallel the upstream gradient is gathered)
     """
+    x, (given,) = _as_autocast(x, [weight])
+    assert given is not None
     if tp.size == 1:
-        return F.linear(x, weight)
-    x, params = _as_autocast(x, [weight])
+        return _linear(x, given)
     sizes = comm.whole_sizes(x, token_dim(x), token_sizes, tp)[1] if sequence_parallel else None
-    return _apply(_Row, x, params[0], tp, sizes, chunks)
+    return _apply(_Row, x, given, tp, sizes, chunks)
 
 
 @comm.not_compiled
