@@ -230,6 +230,18 @@ def test_a_model_is_cast_moved_and_pickled_as_any_other(rank, world, sizes):
         model.to_empty(device="cpu")
 
 
+@ranks(2)
+def test_tp_ranks_that_read_other_tokens(rank, world):
+    """A loader seeded by rank gives an error on both ranks in the first forward; cp ranks hold other tokens as they should."""
+    with ParallelContext.from_env(tp=2, timeout=60) as ctx:
+        model = Transformer(29, M, 1, 3, 1, ctx=ctx, seed=1, dtype=F64)
+        with pytest.raises(tpattn.CollectiveMismatch, match="other tokens.*ctx.dp.rank"):
+            model(seeded(2, T, seed=rank, dtype=torch.int64) % 29)
+        model(seeded(2, T, seed=0, dtype=torch.int64) % 29)
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        Transformer(29, M, 1, 3, 1, ctx=ctx, seed=1, dtype=F64)(seeded(2, T, seed=rank, dtype=torch.int64) % 29)
+
+
 def differing(part, ctx, rank):
     """(module, input, what differs) with another requires_grad on rank 1."""
     x, odd = seeded(2, T, M, seed=0), rank == 1

@@ -118,7 +118,8 @@ def test_the_fsdp_code_runs_and_gives_the_weights_of_one_process(rank, world, si
         layout = tpattn.SequenceLayout.zigzag(13, ctx.cp.size)
         rows = [part.tensor_split(ctx.dp.size)[ctx.dp.rank] for part in (ids[:3], ids[3:])]
         batches = [[ctx.cp.shard(x, layout) for x in (r[:, :-1], r[:, 1:])] for r in rows]
-        names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": layout, "micro_batches": batches, "count": 5 * 13}
+        names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": layout, "micro_batches": batches,
+                 "count": torch.tensor(sum(targets.numel() for _, targets in batches))}
         exec(code, names)
         return tpattn.whole_state_dict(names["model"])
 
@@ -152,6 +153,41 @@ def undivided(state, x, g):
     y = h @ w["down.base.weight"].T + w["down.base.bias"] + h @ w["down.A.weight"].T @ w["down.B"].T
     y.backward(g)
     return y, x.grad, {name: value.grad for name, value in w.items() if value.grad is not None}
+
+
+def adapted(ctx, sp):
+    """A model with the README's adapters everywhere, all weights drawn, and its loss on a fixed batch."""
+    names = {"torch": torch, "tpattn": tpattn, "ctx": ctx}
+    names["up"] = names["down"] = torch.nn.Module()
+    exec(blocks()[2].split("torch.manual_seed")[0], names)
+    torch.manual_seed(0)
+    options = {"seed": 1, "sequence_parallel": sp, "gate": True, "dtype": torch.float64}
+    model = names["adapt"](tpattn.Transformer(31, 24, 2, 6, 2, ctx=ctx, **options), 3, ctx)
+    state = tpattn.whole_state_dict(model)
+    own = {name: 0.3 * seeded(*x.shape, seed=i) for i, (name, x) in enumerate(state.items()) if ".A" in name or ".B" in name}
+    tpattn.load_whole_state_dict(model, state | own)
+    ids, layout = seeded(2, 12, seed=3, dtype=torch.int64) % 31, tpattn.SequenceLayout.zigzag(11, ctx.cp.size)
+    x, y = (ctx.cp.shard(z, layout) for z in (ids[:, :-1], ids[:, 1:]))
+    loss = tpattn.token_mean(model.loss(x, y, layout=layout), torch.tensor(y.numel()), ctx=ctx)
+    loss.backward()
+    tpattn.finish_gradients(model, check=True)
+    norm = tpattn.clip_grad_norm_(model.parameters(), 1e9)
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    return [loss.detach(), norm, *tpattn.whole_state_dict(model).values()], trained
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_transformer_with_adapters_everywhere_trains_as_one_process_does(rank, world, sp):
+    """q, k, v, gates, out and the MLP of every block: loss, norm and the weights after a step; 6 and 2 heads, also on tp=4."""
+    want, trained = adapted(tpattn.ParallelContext.single(), False)
+    assert len(trained) == 2 * (4 + 2 + 2 * 3)
+    for sizes in ((1, 1, 2), (1, 2, 1)) if world == 2 else ((1, 1, 4), (1, 2, 2)):
+        with tpattn.ParallelContext.from_env(*sizes, timeout=60) as ctx:
+            got, same = adapted(ctx, sp)
+            assert same == trained
+            close(got, want, 1e-9)
 
 
 @ranks(2, 4)

@@ -221,6 +221,8 @@ REFUSED = [
         attention("k [2, 4, 3, 6]", "must divide", k=torch.ones(2, 4, 3, 6), v=torch.ones(2, 4, 3, 6)),
         attention("q [2, 4, 0, 6]", "may be 0", q=Q[:, :, :0]),
         attention("float64 cpu for v", "must share dtype", "v.to(q)", v=KV.double()),
+        attention("4 tokens", "[B, heads, tokens, head_dim]", "q.transpose(1, 2)", layout=SequenceLayout.zigzag(16, 2),
+                  q=torch.ones(2, 4, 8, 6), k=torch.ones(2, 2, 8, 6), v=torch.ones(2, 2, 8, 6)),
         attention("int64", "not supported", "bfloat16", q=Q.long(), k=KV.long(), v=KV.long()),
         Call(d_tensor, ("k is a DTensor", "plain tensor", "k.to_local()")),
     ]),
@@ -327,6 +329,11 @@ REFUSED = [
         Call(early_optimizer, ("no longer the model's", "make the optimizer after tpattn.shard"), error=TpattnError,
              sends=("all_reduce",)),
         Call(all_inside_no_sync, ("norm.weight was not reduced", "outside tpattn.no_sync"), error=TpattnError),
+    ]),
+    Refusal("torch's `DistributedDataParallel` around a model", "the model itself, or `tpattn.shard`", [
+        made(lambda ctx: tpattn.finish_gradients(
+            torch.nn.parallel.DistributedDataParallel(tpattn.ColumnParallelLinear(4, 4, ctx=ctx))),
+            "DistributedDataParallel averages", "pass the model itself")._replace(sends=("all_gather",)),   # the layer's seed
     ]),
     Refusal("a group or layer of a closed context", "a new `ParallelContext`", [
         closed(lambda gone, norm: norm(torch.ones(2, 4))),

@@ -54,7 +54,7 @@ class ParallelMLP(nn.Module):
         check_counts(self, hidden=hidden)
         if ffn is None:
             ffn = -(-8 * hidden // 24) * 8 if activation == "swiglu" else 4 * hidden
-        self.ctx, self.activation, self.sequence_parallel = ctx, activation, sequence_parallel
+        self.ctx, self.hidden, self.activation, self.sequence_parallel = ctx, hidden, activation, sequence_parallel
         with deferred_init():
 
             def column() -> ColumnParallelLinear:
@@ -79,13 +79,18 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, token_sizes: Sequence[int] | None = None) -> Tensor:
         """x [.., M], the same on every tp rank (a token shard with sequence_parallel) -> the same shape."""
-        check_width(self, x, self.up.in_features)
+        check_width(self, x, self.hidden)
         agree_on_gradients(self, self.ctx.tp, x=x)
         token_sizes = agreed_sizes(self, x, token_sizes)
         columns = [self.up] if self.gate is None else [self.up, self.gate]
-        weights = [column.weight_and_bias(x.dtype) for column in columns]
-        options: Any = {"keep": self.up.keep_gathered, "chunks": self.up.chunks}
-        up, *gate = column_product(x, weights, self.ctx.tp, self.sequence_parallel, token_sizes, **options)
+        if all(
+            type(column) is ColumnParallelLinear for column in columns
+        ):  # one gather, one sum of the input's gradient for both
+            weights = [column.weight_and_bias(x.dtype) for column in columns]
+            options: Any = {"keep": self.up.keep_gathered, "chunks": self.up.chunks}
+            up, *gate = column_product(x, weights, self.ctx.tp, self.sequence_parallel, token_sizes, **options)
+        else:  # a module that the user has put in place of one
+            up, *gate = (column(x, token_sizes) for column in columns)
         act = _ACTIVATIONS[self.activation]
         return self.down(act(gate[0]) * up if gate else act(up), token_sizes)
 

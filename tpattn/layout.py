@@ -62,7 +62,7 @@ class SequenceLayout:
         return SequenceLayout("striped", T, [everyone[owner == r] for r in range(n)], block, (T, n, block))
 
     @staticmethod
-    def balanced(mask: _HasIntervals, T: int, n: int, block: int = 128) -> SequenceLayout:
+    def balanced(mask: _HasIntervals, T: int, n: int, block: int | None = None) -> SequenceLayout:
         """Shares of equal size whose attention work under `mask` is equal too: at most 1.05 times the mean where blocks allow it.
 
         Starts from contiguous and from zigzag shares of whole blocks, swaps blocks between a heavy and a light rank until the
@@ -70,8 +70,11 @@ class SequenceLayout:
         arguments. Token counts differ by at most one block. A part of the mask in a dense table counts as "everything".
 
         mask        a value of tpattn.masks (one for all sequences, or the sum over those of a batch)
-        block       tokens that stay together; edges lie at its multiples
+        block       tokens that stay together; edges lie at its multiples; None = 128, fewer for less than four blocks a rank
         """
+        if block is None:
+            _check_sizes(T, n, 1)
+            block = min(128, max(1, T // (4 * n)))
         _check_sizes(T, n, block)
         everyone = torch.arange(T)
         lo, hi = mask.structure().intervals(everyone, T)

@@ -150,6 +150,11 @@ class Transformer(nn.Module):
 
         options     of `linear_cross_entropy`: ignore_index, label_smoothing, z_loss, token_weight, chunk, reduction
         """
+        if not isinstance(self.head, ColumnParallelLinear):
+            raise Unsupported(
+                f"Transformer.loss needs the weight of a ColumnParallelLinear as head, got {type(self.head).__name__}; take "
+                "vocab_parallel_cross_entropy of model(tokens)"
+            )
         x, token_sizes = self._before_head(tokens, mask, layout, key)
         return linear_cross_entropy(
             x,
@@ -168,7 +173,7 @@ class Transformer(nn.Module):
         """The input of the head [B, t, M], and under sequence_parallel [B, t', M] with the tokens of each tp rank."""
         mask = causal() if mask is None else mask
         layout = share_layout(self.ctx, tokens.shape[1], layout)
-        agree_on_gradients(self, self.ctx.cp, self.ctx.tp)
+        agree_on_gradients(self, self.ctx.cp, self.ctx.tp, tokens=tokens)
         token_sizes = tokens_over_tp(tokens.shape[1], self.ctx, self.sequence_parallel)
         x = self.embedding(tokens, self.compute_dtype)
         x = drop(self, x, self.dropout, self.ctx, layout, token_sizes, key and key.child("embedding_dropout"))

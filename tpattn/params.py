@@ -389,13 +389,14 @@ _AGREED = "_agreed_on_gradients"  # attribute of a module: the axes whose ranks 
 _FLAGS = 31  # to a word of 64 bits: for each, whether some rank needs a gradient and whether some rank needs none
 
 
-def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = None) -> None:
+def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = None, tokens: Tensor | None = None) -> None:
     """In the first forward of `module` that makes gradients: check that the ranks of `axes` agree on what needs one.
 
     What a backward sends depends on it: for a rank that needs no gradient the others would wait. A few bytes over each axis,
     once; the modules inside need no check of their own. A later change on one rank alone is not seen.
 
     x           the module's input
+    tokens      integers that all ranks of tp must have been given alike: a loader seeded by rank trains on nonsense, silently
     raises      CollectiveMismatch on every rank of the axes, naming the first that differs; ContextClosed
     """
     for axis in axes:
@@ -412,8 +413,13 @@ def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = 
         seen[i // _FLAGS] |= (1 if need else 2) << 2 * (i % _FLAGS)
     for axis in axes:
         if axis.name in agreed:
-            rows = comm.agree(seen, axis, direction="once")
-            seen = [reduce(or_, words) for words in zip(*rows, strict=True)]
+            *rows, digests = zip(*comm.agree([*seen, _digest(tokens)], axis, direction="once"), strict=True)
+            seen = [reduce(or_, words) for words in rows]
+            if axis.name == "tp" and len(set(digests)) > 1:
+                raise CollectiveMismatch(
+                    f"{type(module).__name__}: the ranks {list(axis.ranks)} of tp were given other tokens; what a rank reads "
+                    "depends on ctx.dp.rank alone, then ctx.cp.shard cuts it: seed loaders by ctx.dp.rank"
+                )
     if differ := [name for i, name in enumerate(names) if seen[i // _FLAGS] >> 2 * (i % _FLAGS) & 3 == 3]:
         where = " x ".join(axis.name for axis in axes if axis.name in agreed)
         raise CollectiveMismatch(
@@ -422,6 +428,14 @@ def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = 
         )
     for inner in module.modules():
         inner.__dict__[_AGREED] = inner.__dict__.get(_AGREED, set()) | agreed
+
+
+def _digest(tokens: Tensor | None) -> int:
+    """A number that differs, in all likelihood, between other tokens or orders of them."""
+    if tokens is None:
+        return 0
+    numbers = tokens.detach().flatten().to(torch.int64)
+    return int((numbers * torch.arange(1, numbers.numel() + 1, device=numbers.device)).sum())
 
 
 # ---- initial values --------------------------------------------------------------------------------------------------------
@@ -604,6 +618,11 @@ def context_of(model: nn.Module) -> ParallelContext:
 
     raises      Unsupported when they have none, or several
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise Unsupported(
+            "DistributedDataParallel averages gradients that finish_gradients then sums again; pass the model itself to both, "
+            "without that wrapper, or divide it by tpattn.shard"
+        )
     contexts = {id(m.ctx): m.ctx for m in model.modules() if isinstance(m, ShardedModule)}
     if len(contexts) != 1:
         raise Unsupported(

@@ -80,9 +80,11 @@ class ParallelSelfAttention(torch.nn.Module):
                 dtype=dtype,
                 init=init,
             )
-            norms = (RMSNorm(self.qkv.head_dim, ctx=ctx, sequence_parallel=True, dtype=dtype) for _ in range(2 * qk_norm))
+            # Kept here: a user may put another module in the place of qkv.
+            self.head_dim, self.reads, self.first_head = self.qkv.head_dim, self.qkv.reads, self.qkv.first_head
+            norms = (RMSNorm(self.head_dim, ctx=ctx, sequence_parallel=True, dtype=dtype) for _ in range(2 * qk_norm))
             self.q_norm, self.k_norm = next(norms, None), next(norms, None)  # each tp rank sees other heads
-            heads = num_heads, self.qkv.head_dim
+            heads = num_heads, self.head_dim
             self.out = RowParallelLinear(
                 heads,
                 hidden,
@@ -94,8 +96,8 @@ class ParallelSelfAttention(torch.nn.Module):
                 dtype=dtype,
                 init=init,
             )
-        if rope_base is not None and self.qkv.head_dim % 2:
-            raise Unsupported(f"rotary embedding turns pairs: head_dim={self.qkv.head_dim} must be even, or rope_base=None")
+        if rope_base is not None and self.head_dim % 2:
+            raise Unsupported(f"rotary embedding turns pairs: head_dim={self.head_dim} must be even, or rope_base=None")
         finish_init(self, ctx)
 
     def forward(
@@ -124,14 +126,14 @@ class ParallelSelfAttention(torch.nn.Module):
         if self.training and self.dropout:
             if key is None:
                 raise ValueError(f"ParallelSelfAttention: dropout={self.dropout} needs key=RandomKey(seed, step, first_sequence)")
-            drops = self.dropout, replace(key, first_head=key.first_head + self.qkv.first_head)
+            drops = self.dropout, replace(key, first_head=key.first_head + self.first_head)
         q, k, v, *gate = self.qkv(x, token_sizes)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_base is not None:
             positions = layout.positions(self.ctx.cp.rank).to(x.device)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = rotary_angles(positions, self.qkv.head_dim, self.rope_base, wide)
+            cos, sin = rotary_angles(positions, self.head_dim, self.rope_base, wide)
             q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)  # of v: under autocast not that of x
         out = sequence_attention(
             q,
@@ -144,7 +146,7 @@ class ParallelSelfAttention(torch.nn.Module):
             transport=self.transport,
             scale=self.scale,
             kernel=self.kernel,
-            kv_heads=self.qkv.reads,
+            kv_heads=self.reads,
             dropout=drops,
         )
         assert isinstance(out, Tensor)

@@ -111,6 +111,7 @@ class RowParallelLinear(ShardedModule):
         for size in shape:
             check_counts(self, in_features=size, out_features=out_features)
         self.in_features, self.out_features = math.prod(shape), out_features
+        self.input_shape, self.parts = in_features, parts  # what another layer of the same input needs
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         self.chunks = chunk_count(type(self).__name__, chunks)
         self._input_sizes = [(b - a) * math.prod(shape[1:]) for a, b in row_spans(shape[0], ctx.tp.size, parts)]
