@@ -259,7 +259,7 @@ def _layouts(
         need = wanted.sizes[axis.rank]
         if x.shape[1] != need:
             whole = f"; {x.shape[1]} is the whole sequence" if x.shape[1] == wanted.T else ""
-            if x.shape[2] == need:
+            if x.shape[2] == need and not whole:
                 raise Unsupported(
                     f"{name} {list(x.shape)} has {x.shape[1]} tokens of {x.shape[2]} heads, but {which} gives rank {axis.rank} "
                     f"of cp {need} tokens: it seems to be [B, heads, tokens, head_dim]; pass {name}.transpose(1, 2)"
