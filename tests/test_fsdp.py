@@ -608,3 +608,25 @@ def test_under_torch_compile(rank, world):
                 finish_gradients(model)
                 same(undivided(model, ctx), want)
                 model.zero_grad()
+
+
+@ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1)])
+def test_ranks_that_differ_in_requires_grad_are_told_in_the_first_forward(rank, world, sizes, when):
+    """C50: FSDP2 would reduce other lengths and abort; both ranks get the same error instead, and go on once they agree."""
+    with ParallelContext.from_env(*sizes, timeout=60) as ctx:
+        model = Transformer(17, 8, 2, 4, 2, ctx=ctx, seed=1, dtype=torch.float64)
+        weight = "blocks.0.mlp.up.weight"
+        if when == "before":
+            model.get_parameter(weight).requires_grad_(rank == 0)
+        model = tpattn.shard(model, ctx)
+        if when == "after":
+            model.get_parameter(weight).requires_grad_(rank == 0)
+        tokens = torch.arange(6).view(2, 3)
+        with pytest.raises(tpattn.CollectiveMismatch, match=weight):
+            model.loss(tokens, tokens)
+        if when == "after":
+            model.get_parameter(weight).requires_grad_(True)
+            model.loss(tokens, tokens).backward()
+            tpattn.finish_gradients(model)

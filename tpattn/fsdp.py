@@ -20,7 +20,15 @@ from tpattn.blocks import TransformerBlock
 from tpattn.errors import Unsupported
 from tpattn.gradients import REPLICATED
 from tpattn.mesh import ParallelContext
-from tpattn.params import ReplicatedParameter, ShardedModule, gradient_state, is_unit, track, track_gathered
+from tpattn.params import (
+    ReplicatedParameter,
+    ShardedModule,
+    agree_on_gradients,
+    gradient_state,
+    is_unit,
+    track,
+    track_gathered,
+)
 
 
 def shard(
@@ -37,8 +45,9 @@ def shard(
     methods     methods of `model` that compute with its weights beside forward; those that it lacks are skipped
     raises      Unsupported, before anything is sent and alike on all ranks: a model of another context, one that is divided
                 already, a module list as model or unit, a unit that is no part of the model, a weight that two units share, a
-                parameter without dimensions or elements or one that is not contiguous, trainable parameters of two dtypes in a
-                unit
+                parameter without dimensions or elements or one that is not contiguous, trainable parameters of two dtypes in
+                a unit. In the first forward CollectiveMismatch, on every rank, when ranks differ in requires_grad. What FSDP2
+                sends raises torch's own errors: RuntimeError for a lost or late rank
 
     There is no low-precision option: gradients that are parts of sums over tp would be rounded before they are summed. The
     layers' compute_dtype and torch.autocast cast inside the layers instead. FSDP2's messages are not in tpattn's ledger.
@@ -188,6 +197,8 @@ def _watch(unit: Any, ctx: ParallelContext) -> None:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     state = unit._get_fsdp_state()
+    if state._is_root:  # FSDP2 sends in backward what needs a gradient: ranks that differ would abort the process
+        agree_on_gradients(unit, ctx.dp, ctx.cp)
     order = state._state_ctx.all_states
     if state._is_root and order[0] is state:
         order.reverse()

@@ -356,7 +356,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         require_finished(group["params"], f"{type(optimizer).__name__}.step")
 
 
-WAITS = "was not reduced: the last backward of a step must run outside tpattn.no_sync"
+WAITS = (
+    "was not reduced: the last backward of a step must run outside tpattn.no_sync; a backward that failed, or a unit that runs "
+    "twice in one forward under checkpointing with use_reentrant=True (take False), leaves it so too"
+)
 
 
 def require_finished(parameters: Iterable[Tensor], what: str) -> None:
@@ -397,7 +400,8 @@ def agree_on_gradients(module: nn.Module, *axes: comm.Group, x: Tensor | None = 
 
     x           the module's input
     tokens      integers that all ranks of tp must have been given alike: a loader seeded by rank trains on nonsense, silently
-    raises      CollectiveMismatch on every rank of the axes, naming the first that differs; ContextClosed
+    raises      CollectiveMismatch on every rank of the axis whose ranks differ, naming the first that does, and then PeerLost on
+                those that wait for them; ContextClosed
     """
     for axis in axes:
         axis.require_open()
