@@ -72,10 +72,8 @@ class SequenceLayout:
         mask        a value of tpattn.masks (one for all sequences, or the sum over those of a batch)
         block       tokens that stay together; edges lie at its multiples; None = 128, fewer for less than four blocks a rank
         """
-        if block is None:
-            _check_sizes(T, n, 1)
-            block = min(128, max(1, T // (4 * n)))
-        _check_sizes(T, n, block)
+        _check_sizes(T, n, 1 if block is None else block)
+        block = min(128, max(1, T // (4 * n))) if block is None else block
         everyone = torch.arange(T)
         lo, hi = mask.structure().intervals(everyone, T)
         pieces = list(everyone.split(block)) if T else []

@@ -584,9 +584,8 @@ def own_data_share(share: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
     dim = data_dim(like)
     if dim is None:
         return share
-    sizes = chunk_sizes(share.shape[dim], ctx.dp_cp.size)
-    start = sum(sizes[: ctx.dp_cp.rank])
-    return share.narrow(dim, start, sizes[ctx.dp_cp.rank])
+    first, last = row_spans(share.shape[dim], ctx.dp_cp.size)[ctx.dp_cp.rank]
+    return share.narrow(dim, first, last - first)
 
 
 def gather_data_shares(x: Tensor, shape: Sequence[int], ctx: ParallelContext) -> Tensor:
@@ -610,9 +609,8 @@ def block_of(x: Tensor, spec: Spec | None, ctx: ParallelContext) -> tuple[tuple[
     if spec is not None and spec.dim is not None:
         first, last = spec.spans[ctx.tp.rank]
         starts[spec.dim], lengths[spec.dim] = first, last - first
-    sizes = chunk_sizes(lengths[dim], ctx.dp_cp.size)
-    starts[dim] += sum(sizes[: ctx.dp_cp.rank])
-    lengths[dim] = sizes[ctx.dp_cp.rank]
+    first, last = row_spans(lengths[dim], ctx.dp_cp.size)[ctx.dp_cp.rank]
+    starts[dim], lengths[dim] = starts[dim] + first, last - first
     assert tuple(to_local(x.detach()).shape) == tuple(lengths), (x.shape, lengths)
     return tuple(starts), tuple(lengths)
 
