@@ -15,9 +15,11 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,14 +32,15 @@ if str(ROOT) not in sys.path:
 from torch.distributed.elastic.multiprocessing.errors import record as for_torchrun  # noqa: E402
 
 from tpattn import ParallelContext, PeerLost, checkpoint  # noqa: E402
+from tpattn.checkpoint import CheckpointError  # noqa: E402
 from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, parts  # noqa: E402
-from tpattn.training import NonFiniteLoss, Record, draw_loss, from_rank0, train  # noqa: E402
+from tpattn.training import NonFiniteLoss, Record, StopSignal, draw_loss, from_rank0, train  # noqa: E402
 
 CONFIGS = ROOT / "configs"
 # What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
 FREE = (
-    *("parallel.", "attention.", "run.", "data.path"),
-    *("train.stop_at", "train.resume", "train.log_every", "train.checkpoint_every", "train.fused_loss", "train.fsdp"),
+    *("parallel.", "attention.", "run.", "data.path", "train.checkpoint_"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.fused_loss", "train.fsdp"),
 )
 
 
@@ -45,17 +48,21 @@ FREE = (
 def main() -> None:
     argv = sys.argv[1:]
     with ExitStack() as stack, the_peers_error_first():
+        stop = stack.enter_context(StopSignal())
         with one_message():
             cfg = load(argv, CONFIGS)
             ctx = stack.enter_context(ParallelContext.from_config(cfg.parallel))
             run = parts(cfg, ctx)
             folder, done = begin(cfg, run, ctx)
         try:
-            go(cfg, run, ctx, folder, done)
-        except NonFiniteLoss:  # every rank has it
+            made = go(cfg, run, ctx, folder, done, stop)
+        except (NonFiniteLoss, CheckpointError):  # every rank has it
             with one_message():
                 raise
-        finish(cfg, ctx, folder, argv)
+        if made < last_step(cfg):
+            left_early(made, cfg, ctx, folder)
+        else:
+            finish(cfg, ctx, folder, argv)
 
 
 @contextmanager
@@ -64,6 +71,7 @@ def the_peers_error_first() -> Iterator[None]:
     try:
         yield
     except PeerLost:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to finish any more
         time.sleep(5)
         raise
 
@@ -72,12 +80,15 @@ def begin(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[Path, int]:
     """The run's folder, and the steps that were made before this start: those of the checkpoint that train.resume means."""
     resume, found = cfg.train.resume, None
     if isinstance(resume, str) and resume != "auto":  # before a folder is made: it may be a mistake
-        found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx)
+        found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx, own_options=True)
     folder = make_run_dir(cfg, ctx.world.rank, lambda text: from_rank0(text, ctx))
     if resume == "auto":
-        found = checkpoint.load_latest(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # told below
+            found = checkpoint.load_latest(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx, own_options=True)
     done = 0 if found is None else int(found["step"])
     if ctx.world.rank == 0:
+        left = checkpoint.set_aside(folder / checkpoint.FOLDER, after=done)
         weights = sum(p.numel() for p in run.model.parameters())
         print(ctx.describe())
         print(f"text    {run.corpus.source}")
@@ -85,8 +96,12 @@ def begin(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[Path, int]:
         print(textwrap.fill(facts, 100, initial_indent=" " * 8, subsequent_indent=" " * 8, break_long_words=False))
         print(f"model   {weights:,} weights in {cfg.model.num_layers} layers, {cfg.train.dtype}")
         print(f"run     {shown(folder)}")
+        for text in (found or {}).get("skipped", []):
+            print(f"skipped {text}")
         if found is not None:
             print(f"resume  after step {done}", *changes(found["about"], about(cfg, run)), sep="\n        ")
+        for path in left:
+            print(f"        {shown(path)} is of the steps that are made anew now: set aside")
         if done >= last_step(cfg):
             print("        nothing is left to do; train.steps, or train.stop_at, says how far to go")
         sys.stdout.flush()
@@ -117,38 +132,50 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int) -> None:
-    """The steps from `done` + 1 on, recorded by rank 0."""
+def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, stop: StopSignal) -> int:
+    """The steps from `done` + 1 on, recorded by rank 0; the number of steps made."""
     record = None
     if ctx.world.rank == 0:
         cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.tp = ctx.dp.size, ctx.cp.size, ctx.tp.size  # no -1: compare.py reads them
         (folder / "config.yaml").write_text(dump(cfg))
         record = Record(folder, steps=cfg.train.steps, done=done)
 
+    saver = checkpoint.Saver(folder / checkpoint.FOLDER, ctx=ctx, keep=cfg.train.checkpoint_keep)
+    facts = about(cfg, run)
+
     def save(step: int) -> None:
-        checkpoint.save(folder / checkpoint.FOLDER, run.model, run.optimizer, ctx=ctx, step=step, about=about(cfg, run))
+        saver.save(run.model, run.optimizer, step=step, about=facts)
 
     try:
-        train(
-            run.model,
-            run.optimizer,
-            run.batches,
-            ctx=ctx,
-            schedule=run.schedule,
-            layout=run.layout,
-            seed=cfg.train.seed,
-            clip=cfg.optim.clip,
-            fused_loss=cfg.train.fused_loss,
-            done=done,
-            last=last_step(cfg),
-            record=record,
-            log_every=cfg.train.log_every,
-            save=save,
-            save_every=cfg.train.checkpoint_every,
-        )
+        with saver:
+            return train(
+                run.model,
+                run.optimizer,
+                run.batches,
+                ctx=ctx,
+                schedule=run.schedule,
+                layout=run.layout,
+                seed=cfg.train.seed,
+                clip=cfg.optim.clip,
+                fused_loss=cfg.train.fused_loss,
+                done=done,
+                last=last_step(cfg),
+                record=record,
+                log_every=cfg.train.log_every,
+                save=save,
+                save_every=cfg.train.checkpoint_every,
+                stop=stop,
+            )
     finally:
         if record is not None:
             record.close()
+
+
+def left_early(made: int, cfg: Config, ctx: ParallelContext, folder: Path) -> None:
+    """What a run says that was told to stop."""
+    if ctx.world.rank == 0:
+        saved = f", saved after step {made}" if made else ""
+        print(f"stopped by SIGTERM{saved}; the same command with run.dir={shlex.quote(shown(folder))} goes on")
 
 
 def finish(cfg: Config, ctx: ParallelContext, folder: Path, argv: list[str]) -> None:

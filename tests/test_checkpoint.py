@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run is the uninterrupted one, on any mesh; what is broken or of another model is refused by name."""
 
 import json
+import platform
 import shutil
 import warnings
 from pathlib import Path
@@ -49,7 +50,8 @@ def check_resume(folder, ctx, **options):
         found = load_latest(folder, second.model, second.optimizer, ctx=ctx)
     assert path == Path(folder) / "step_000005"
     mesh = {"dp": ctx.dp.size, "cp": ctx.cp.size, "tp": ctx.tp.size}
-    assert found == {"step": 5, "mesh": mesh, "torch": torch.__version__, "about": {"config": {"a": [1, 2]}}}
+    versions = {"torch": torch.__version__, "tpattn": tpattn.__version__, "python": platform.python_version()}
+    assert found == {"step": 5, "mesh": mesh, "versions": versions, "about": {"config": {"a": [1, 2]}}, "skipped": []}
     second.go(5, 8)
     assert first.curve.rows + second.curve.rows == want.curve.rows
     for name, value in second.state().items():
@@ -117,8 +119,8 @@ def saved(tmp_path):
 
 def test_the_newest_complete_one_is_taken_and_a_path_may_name_run_folder_or_checkpoint(saved):
     run, folder = saved
-    (folder / "step_000009.tmp").mkdir()
-    (folder / "step_000010.old").mkdir()
+    for ending in ("draft", "removed", "left"):
+        (folder / f"step_000009.{ending}").mkdir()
     (folder / "notes").mkdir()
     assert newest(folder) == folder / "step_000002"
     for path, step in ((folder, 2), (folder.parent, 2), (folder / "step_000001", 1), (folder / "step_000002", 2)):
@@ -130,8 +132,9 @@ def test_the_newest_complete_one_is_taken_and_a_path_may_name_run_folder_or_chec
 
 def test_saving_again_replaces_and_a_killed_runs_draft_is_no_obstacle(saved):
     run, folder = saved
-    (folder / "step_000002.tmp").mkdir()
-    (folder / "step_000002.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (folder / "step_000002.draft").mkdir()
+    (folder / "step_000002.draft" / "rank_0000_000.bin").write_bytes(b"half")
+    (folder / "step_000001.removed").mkdir()
     run.go(2, 3)
     save(folder, run.model, run.optimizer, ctx=run.ctx, step=2)
     assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
@@ -141,14 +144,55 @@ def test_saving_again_replaces_and_a_killed_runs_draft_is_no_obstacle(saved):
 
 
 def test_a_model_without_its_optimizer_and_an_optimizer_without_its_state(saved):
-    """Weights alone can be loaded; a checkpoint of weights alone leaves an optimizer new."""
+    """Weights alone can be loaded; a checkpoint of weights alone, or of another optimizer, is refused for an optimizer."""
     run, folder = saved
     other = Run(run.ctx, seed=99)
     load(folder, other.model, ctx=run.ctx)
     assert all(torch.equal(value, run.state()[name]) for name, value in other.state().items())
+    sgd = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="step_000002: the optimizer was AdamW, is now SGD; load the weights alone"):
+        load(folder, other.model, sgd, ctx=run.ctx)
     save(folder / "weights", run.model, None, ctx=run.ctx, step=2)
-    load(folder / "weights", other.model, other.optimizer, ctx=run.ctx)
-    assert not other.optimizer.state
+    load(folder / "weights", other.model, ctx=run.ctx)
+    with pytest.raises(CheckpointError, match="step_000002: was saved without an optimizer; load the weights alone"):
+        load_latest(folder / "weights", other.model, other.optimizer, ctx=run.ctx)
+
+
+def test_options_of_the_optimizer_come_back_unless_the_caller_keeps_their_own(saved):
+    """Also where the parameters are grouped otherwise; not where one group had several."""
+    run, folder = saved
+    want = [(group["lr"], group["betas"], group["weight_decay"]) for group in run.optimizer.param_groups]
+    other = Run(run.ctx, seed=99)
+    for group in other.optimizer.param_groups:
+        group.update(lr=1.0, betas=(0.5, 0.5))
+    load(folder, other.model, other.optimizer, ctx=run.ctx, own_options=True)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [1.0, 1.0]
+    load(folder, other.model, other.optimizer, ctx=run.ctx)
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in other.optimizer.param_groups] == want
+    single = torch.optim.AdamW([{"params": [p]} for p in other.model.parameters()], lr=1.0)
+    load(folder, other.model, single, ctx=run.ctx)
+    assert {group["weight_decay"] for group in single.param_groups} == {0.0, 0.1} and single.param_groups[3]["lr"] == want[0][0]
+    one = torch.optim.AdamW(other.model.parameters(), lr=1.0)
+    with pytest.raises(CheckpointError, match="parameters of the optimizer's group 0 had different options"):
+        load(folder, other.model, one, ctx=run.ctx)
+    fewer = torch.optim.AdamW([p for name, p in run.model.named_parameters() if "norm" not in name])
+    save(folder / "fewer", run.model, fewer, ctx=run.ctx, step=1)
+    with pytest.raises(CheckpointError, match="the optimizer had no parameter .*norm"):
+        load(folder / "fewer", other.model, other.optimizer, ctx=run.ctx)
+
+
+def test_torchs_own_random_numbers_go_on(saved):
+    """For a user's module that draws from torch's generator; weights alone leave it as it is."""
+    run, folder = saved
+    torch.manual_seed(3)
+    save(folder, run.model, run.optimizer, ctx=run.ctx, step=3)
+    want = torch.rand(3)
+    load(folder, run.model, run.optimizer, ctx=run.ctx)
+    assert torch.equal(torch.rand(3), want)
+    torch.manual_seed(4)
+    other = torch.get_rng_state()
+    load(folder, run.model, ctx=run.ctx)
+    assert torch.equal(torch.get_rng_state(), other)
 
 
 # ---------------------------------------------------------------------------------------------------------------- bad input
@@ -162,20 +206,39 @@ def _blank(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
+BIN = "rank_0000_000.bin"
+
+
+def _foreign(path):
+    """A shard of the checkpoint before, of the same name and size."""
+    shutil.copy(path.with_name("step_000001") / BIN, path / BIN)
+
+
+def _linked(path):
+    (path / BIN).rename(path / "x")
+    (path / BIN).symlink_to("x")
+
+
 BROKEN = {
     "no folder": (shutil.rmtree, "no such folder"),
-    "no list": (lambda p: (p / "state.json").unlink(), "no checkpoint: it has no state.json"),
-    "list is cut": (lambda p: (p / "state.json").write_text("{"), "the checkpoint is broken: state.json cannot be read"),
-    "list is another": (lambda p: (p / "state.json").write_text("[1]"), "state.json is of format None; this version of tpattn"),
-    "format is newer": (
-        lambda p: (p / "state.json").write_text(json.dumps({**json.loads((p / "state.json").read_text()), "format": 7})),
-        "state.json is of format 7; this version of tpattn reads format 1",
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "no checkpoint: it has no manifest.json"),
+    "manifest is cut": (lambda p: (p / "manifest.json").write_text("{"), "the checkpoint is broken: manifest.json cannot be read"),
+    "manifest is another": (lambda p: (p / "manifest.json").write_text("[\n 1\n]\n"), "the checkpoint is broken: manifest.json does"),
+    "manifest is spaced": (
+        lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text() + " "),
+        "the checkpoint is broken: manifest.json cannot be read: its text was changed",
     ),
-    "index is missing": (lambda p: (p / ".metadata").unlink(), r"the checkpoint is broken: \.metadata is missing"),
-    "index is cut": (lambda p: _cut(p / ".metadata"), r"the checkpoint is broken: \.metadata has 1000 bytes of \d+"),
-    "data is missing": (lambda p: (p / "__0_0.distcp").unlink(), "the checkpoint is broken: __0_0.distcp is missing"),
-    "data is cut": (lambda p: _cut(p / "__0_0.distcp"), r"the checkpoint is broken: __0_0.distcp has 1000 bytes of \d+"),
-    "data is zero": (lambda p: _blank(p / "__0_0.distcp"), "the checkpoint is broken, remove it, .* older one: on rank 0: "),
+    "format is newer": (
+        lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"format": 2', '"format": 7')),
+        "manifest.json is of format 7; this version of tpattn reads format 2",
+    ),
+    "index is missing": (lambda p: (p / "metadata.json").unlink(), "the checkpoint is broken: metadata.json is missing"),
+    "index is cut": (lambda p: _cut(p / "metadata.json"), r"the checkpoint is broken: metadata.json has 1000 bytes of \d+"),
+    "data is missing": (lambda p: (p / BIN).unlink(), f"the checkpoint is broken: {BIN} is missing"),
+    "data is cut": (lambda p: _cut(p / BIN), rf"the checkpoint is broken: {BIN} has 1000 bytes of \d+"),
+    "data is zero": (lambda p: _blank(p / BIN), f"the checkpoint is broken: {BIN}: the SHA-256 is not that of the bytes"),
+    "data is another's": (_foreign, f"the checkpoint is broken: {BIN}: the SHA-256 is not that of the bytes"),
+    "data is a link": (_linked, f"the checkpoint is broken: {BIN} is not an ordinary file"),
 }
 
 
@@ -193,7 +256,7 @@ def test_a_broken_checkpoint_is_an_error_that_names_it(saved, fault, capfd):
 
 
 @ranks(2)
-@pytest.mark.parametrize("fault", ["no list", "data is cut", "data is zero"])
+@pytest.mark.parametrize("fault", ["no manifest", "data is cut", "data is zero"])
 def test_a_broken_checkpoint_is_the_same_error_on_every_rank(rank, world, fault, tmp_path):
     with ParallelContext.from_env(dp=1, tp=2, timeout=60) as ctx:
         run = Run(ctx).go(0, 1)

@@ -85,7 +85,7 @@ def test_a_run_that_stopped_goes_on_as_if_nothing_had_happened(start, text):
     assert "resume  after step 3" in out and not any(line.startswith("        train") for line in out)
     assert losses("parts") == losses("whole")
     assert len(losses("whole")) == 7
-    files = [text / which / "checkpoints" / "step_000007" / "__0_0.distcp" for which in ("whole", "parts")]
+    files = [text / which / "checkpoints" / "step_000007" / "rank_0000_000.bin" for which in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     status, out, err = start(*plan, "run.dir=parts", "train.seed=3", "train.steps=7")
     assert (status, err) == (0, [])
@@ -120,7 +120,7 @@ def test_mistakes_are_one_message(start, text):
         (["train.seq_len=100000"], "too few for one sample of seq_len=100000"),
         (["run.dir=a", "model.hidden=64"], "checkpoints/step_000001: of another model: embedding.weight is"),
         (["run.dir=a", "train.resume=false"], "run.dir="),
-        (["train.resume=text"], "no checkpoint: it has no state.json"),
+        (["train.resume=text"], "no checkpoint: it has no manifest.json"),
         (["parallel.tp=2"], "start 2 processes: torchrun"),
         (["model.num_heads=5"], "model.num_kv_heads=4 does not divide model.num_heads=5"),
     ):

@@ -349,6 +349,26 @@ class Batches:
         return self.share(step, layout, dp_rank=ctx.dp.rank, dp_size=ctx.dp.size, cp_rank=ctx.cp.rank)
 
 
+def held_out_batches(packed: PackedTokens, batch_size: int, ctx: Any, layout: SequenceLayout | None = None) -> Iterator[Batch]:
+    """Every sample of `packed` once, in order, as this process of `ctx` holds them; all dp ranks get as many batches.
+
+    Where samples run out before the rows of a batch, a row repeats sample 0 with no target, so that it counts for nothing.
+    """
+    if batch_size < ctx.dp.size:
+        raise DataError(f"batch_size={batch_size} gives nothing to some of the dp={ctx.dp.size} ranks")
+    each, more = divmod(batch_size, ctx.dp.size)
+    begin = ctx.dp.rank * each + min(ctx.dp.rank, more)
+    positions = slice(None) if layout is None else layout.positions(ctx.cp.rank)
+    for first in range(0, packed.num_samples, batch_size):
+        rows = range(first + begin, first + begin + each + (ctx.dp.rank < more))
+        mine = [i if i < packed.num_samples else 0 for i in rows]
+        targets = torch.stack([packed.targets(i) for i in mine])
+        targets[[i >= packed.num_samples for i in rows]] = IGNORE
+        tokens = torch.stack([packed.tokens(i) for i in mine])
+        documents = [packed.documents(i) for i in mine]
+        yield Batch(tokens[:, positions], targets[:, positions], documents, first + begin, mine, layout)
+
+
 def layout_for(word: str, seq_len: int, cp: int) -> SequenceLayout:
     """The layout that `attention.layout` names, for a decoder: auto is zigzag, which gives each rank equal causal work."""
     if word not in ("auto", "contiguous", "zigzag", "striped"):

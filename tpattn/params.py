@@ -599,18 +599,19 @@ def gather_data_shares(x: Tensor, shape: Sequence[int], ctx: ParallelContext) ->
 
 
 def block_of(x: Tensor, spec: Spec | None, ctx: ParallelContext) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's share of an FSDP2 parameter (or its state) lies in the undivided one: first index and length of each dim.
+    """Where this rank's share of a parameter (or its state) lies in the undivided one: first index and length of each dim.
 
-    tp divides first and FSDP2 last, each by torch.chunk's rule. torch's own answer is another one for some uneven sizes (2.13).
+    tp divides first and FSDP2 last, each by torch.chunk's rule. torch's own answer for FSDP2 is another one for some uneven sizes
+    (2.13).
     """
     dim = data_dim(x)
-    assert dim is not None
     starts, lengths = [0] * x.dim(), list(x.shape)
     if spec is not None and spec.dim is not None:
         first, last = spec.spans[ctx.tp.rank]
         starts[spec.dim], lengths[spec.dim] = first, last - first
-    first, last = row_spans(lengths[dim], ctx.dp_cp.size)[ctx.dp_cp.rank]
-    starts[dim], lengths[dim] = starts[dim] + first, last - first
+    if dim is not None:
+        first, last = row_spans(lengths[dim], ctx.dp_cp.size)[ctx.dp_cp.rank]
+        starts[dim], lengths[dim] = starts[dim] + first, last - first
     assert tuple(to_local(x.detach()).shape) == tuple(lengths), (x.shape, lengths)
     return tuple(starts), tuple(lengths)
 
@@ -634,22 +635,25 @@ def context_of(model: nn.Module) -> ParallelContext:
     return next(iter(contexts.values()))
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Every entry of `model.state_dict()` undivided, on every rank, with torch's 2-D weight shapes; the same for every mesh."""
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`whole_state_dict` one entry after the other, for what must not be held all at once; every rank takes all of them."""
     reshard(model)
     named = dict(model.named_modules())
-    state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         prefix, _, key = name.rpartition(".")
         module = named.get(prefix)
         if isinstance(module, ShardedModule) and key in module.specs:
             spec, ctx = module.specs[key], module.ctx
-            state[name] = whole(gather_data_shares(value, tp_share_shape(spec, ctx.tp), ctx), spec, ctx.tp).view(spec.flat)
+            yield name, whole(gather_data_shares(value, tp_share_shape(spec, ctx.tp), ctx), spec, ctx.tp).view(spec.flat)
         elif data_dim(value) is not None:
-            state[name] = gather_data_shares(value, value.shape, context_of(model))
+            yield name, gather_data_shares(value, value.shape, context_of(model))
         else:
-            state[name] = to_local(value).detach().clone()
-    return state
+            yield name, to_local(value).detach().clone()
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Every entry of `model.state_dict()` undivided, on every rank, with torch's 2-D weight shapes; the same for every mesh."""
+    return dict(whole_tensors(model))
 
 
 def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -664,23 +668,25 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict:
         raise Unsupported(
             f"state does not fit the model: missing {missing}, unknown {unknown}; strict=False loads what both have"
         )
-    copies = []
-    for name in own:
-        if name not in state:
-            continue
+    chosen = [name for name in own if name in state]
+    specs = {}
+    for name in chosen:
         prefix, _, key = name.rpartition(".")
-        module, value = named.get(prefix), state[name]
+        module = named.get(prefix)
         spec = module.specs.get(key) if isinstance(module, ShardedModule) else None
         shape = spec.flat if spec else tuple(own[name].shape)
-        if tuple(value.shape) not in (shape, spec.shape if spec else shape):
-            raise Unsupported(f"{name}: the model needs {list(shape)}, got {list(value.shape)}")
-        part = own_share(value.reshape(spec.shape), spec, module.ctx.tp) if spec and isinstance(module, ShardedModule) else value
-        if data_dim(own[name]) is not None:
-            part = own_data_share(part, own[name], context_of(model))
-        copies.append((to_local(own[name]), part))
+        found = tuple(state[name].shape)
+        if found not in (shape, spec.shape if spec else shape):
+            raise Unsupported(f"{name}: the model needs {list(shape)}, got {list(found)}")
+        specs[name] = (spec, module)
     with torch.no_grad():
-        for target, part in copies:
-            target.copy_(part)
+        for name in chosen:  # one at a time, so that a mapping that reads from a file holds one
+            part, (spec, module) = state[name], specs[name]
+            if spec and isinstance(module, ShardedModule):
+                part = own_share(part.reshape(spec.shape), spec, module.ctx.tp)
+            if data_dim(own[name]) is not None:
+                part = own_data_share(part, own[name], context_of(model))
+            to_local(own[name]).copy_(part)
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -104,6 +104,7 @@ class TrainConfig:
     )
     fsdp: Annotated[bool, "weights, gradients and optimizer state divided over dp x cp too (FSDP2): less memory per rank"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0 = only one, at the end"] = 0
+    checkpoint_keep: Annotated[int, "newest checkpoints that stay when another is on disk; 0 = all"] = 3
     resume: Annotated[
         bool | str,
         "auto = continue from this run's newest checkpoint; false = start new; or a checkpoint's path",

@@ -5,9 +5,10 @@ of the loss, and how ranks agree before they start. Leaves the text to `data`, f
 Steps count from 1; `done` is the number of steps already made.
 """
 
-from tpattn.training.agree import check_same, from_rank0, together
-from tpattn.training.loop import NonFiniteLoss, Schedule, adamw, train, train_step
+from tpattn.training.agree import check_same, first_fault, from_rank0, together
+from tpattn.training.loop import NonFiniteLoss, Schedule, adamw, evaluate, train, train_step
 from tpattn.training.record import METRICS, PICTURE, Record, draw_loss, read_metrics
+from tpattn.training.stop import StopSignal
 
 __all__ = [
     "METRICS",
@@ -15,9 +16,12 @@ __all__ = [
     "NonFiniteLoss",
     "Record",
     "Schedule",
+    "StopSignal",
     "adamw",
     "check_same",
     "draw_loss",
+    "evaluate",
+    "first_fault",
     "from_rank0",
     "read_metrics",
     "together",

@@ -47,6 +47,11 @@ def together(attempt: Callable[[], T], ctx: ParallelContext) -> T:
     return value  # type: ignore[return-value]
 
 
+def first_fault(text: str, ctx: ParallelContext) -> str:
+    """The first rank's text that is not empty, on every rank: "" where all went well."""
+    return next((one for one in _texts(text, ctx) if one), "")
+
+
 def _texts(text: str, ctx: ParallelContext) -> list[str]:
     """Every rank's text, in rank order."""
     if ctx.world.size == 1:

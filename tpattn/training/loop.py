@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tpattn import comm
-from tpattn.data import IGNORE, Batch, Batches
+from tpattn.data import IGNORE, Batch, Batches, PackedTokens, held_out_batches
 from tpattn.errors import TpattnError
 from tpattn.gradients import clip_grad_norm_, finish_gradients
 from tpattn.layout import SequenceLayout
@@ -83,12 +83,7 @@ def train_step(
     """
     tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
     optimizer.zero_grad(set_to_none=True)
-    decoder: Any = model
-    if fused_loss:
-        total = decoder.loss(tokens, targets, layout=batch.layout, key=key, ignore_index=IGNORE)
-    else:
-        logits = decoder(tokens, layout=batch.layout, key=key)
-        total = vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=decoder.vocab_size, ignore_index=IGNORE)
+    total = _loss(model, tokens, targets, batch.layout, key, ctx, fused_loss)
     loss = token_mean(total, (targets != IGNORE).sum(), ctx=ctx)
     loss.backward()
     finish_gradients(model)
@@ -120,7 +115,10 @@ def train(
     log_every: int = 1,
     save: Callable[[int], object] | None = None,
     save_every: int = 0,
-) -> None:
+    stop: Callable[[], bool] | None = None,
+    valid: PackedTokens | None = None,
+    valid_every: int = 0,
+) -> int:
     """Steps `done` + 1 to `last` of a run; every rank calls it alike.
 
     layout      which tokens each cp rank holds
@@ -130,11 +128,19 @@ def train(
     record      told of each step; rank 0 has one, others None
     log_every   steps between the lines of `record`; then the ranks also agree on the highest memory
     save        called on every rank with the number of steps made, every `save_every` steps (0 = never) and after the last
+    stop        asked before each step; when it says so on any rank, all save, if there is something new, and return
+    valid       text that is held out; its loss is measured (`evaluate`) every `valid_every` steps (0 = never) and after the last
+    returns     the number of steps made, `done` included
     raises      NonFiniteLoss, naming the step
     """
     last = schedule.steps if last is None else last
     model.train()
+    saved = done
     for step in range(done + 1, last + 1):
+        if stop is not None and any(row[0] for row in comm.agree([stop()], ctx.world)):
+            if save is not None and saved < step - 1:
+                save(step - 1)
+            return step - 1
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = schedule.at(step)
@@ -146,8 +152,60 @@ def train(
         memory = _memory(ctx) if step in (done + 1, last) or step % log_every == 0 else None
         if record is not None:
             record.step(step, loss, norm, speed, memory)
+        if valid is not None and (step == last or (valid_every and step % valid_every == 0)):
+            held_out = evaluate(model, valid, batches.batch_size, ctx=ctx, layout=layout, fused_loss=fused_loss)
+            if record is not None:
+                record.valid(step, held_out)
         if save is not None and (step == last or (save_every and step % save_every == 0)):
             save(step)
+            saved = step
+    return max(done, last)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    packed: PackedTokens,
+    batch_size: int,
+    *,
+    ctx: ParallelContext,
+    layout: SequenceLayout | None = None,
+    fused_loss: bool = False,
+) -> float:
+    """Mean loss over all counted tokens of `packed`, in nats, without dropout; the same on every rank and, but for rounding, mesh.
+
+    batch_size  sequences at once over all dp ranks; at least dp
+    model       left in training mode when it was
+    """
+    decoder: Any = model
+    training = model.training
+    model.eval()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    try:
+        for batch in held_out_batches(packed, batch_size, ctx, layout):
+            tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
+            total += _loss(decoder, tokens, targets, batch.layout, None, ctx, fused_loss).double().cpu()
+            count += int((targets != IGNORE).sum())
+    finally:
+        model.train(training)
+    return float(token_mean(total.to(ctx.device), torch.tensor(count, device=ctx.device), ctx=ctx))
+
+
+def _loss(
+    decoder: Any,
+    tokens: Tensor,
+    targets: Tensor,
+    layout: SequenceLayout | None,
+    key: RandomKey | None,
+    ctx: ParallelContext,
+    fused_loss: bool,
+) -> Tensor:
+    """Sum of the loss over this rank's tokens."""
+    if fused_loss:
+        total: Tensor = decoder.loss(tokens, targets, layout=layout, key=key, ignore_index=IGNORE)
+        return total
+    logits = decoder(tokens, layout=layout, key=key)
+    return vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=decoder.vocab_size, ignore_index=IGNORE)
 
 
 def _memory(ctx: ParallelContext) -> int:

@@ -1,0 +1,167 @@
+"""Saving a run: at once, or in the background while it goes on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpattn.checkpoint import files as disk
+from tpattn.checkpoint.files import CheckpointError
+from tpattn.checkpoint.index import Index
+from tpattn.checkpoint.tensors import entries_of, in_blocks, options_of, tensors_of
+from tpattn.mesh import ParallelContext
+
+
+def processes(ctx: ParallelContext, group: Any = None) -> dict[str, Any]:
+    """Who takes part, in torch.distributed.checkpoint's words."""
+    return {"no_dist": True} if ctx.world.size == 1 else {"process_group": group or ctx.world.group}
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    ctx: ParallelContext,
+    step: int,
+    about: Mapping[str, Any] | None = None,
+    keep: int = 0,
+) -> Path:
+    """The new folder `folder`/step_NNNNNN with everything a run needs to go on after `step` steps. Every rank calls it.
+
+    optimizer   None keeps the weights alone; else its state, its options, and the state of torch's generators are kept too
+    about       JSON values to keep beside it: the run's config, for example
+    keep        when the new one is on disk, older ones than the `keep` newest are removed; 0 = all stay
+    raises      CheckpointError on every rank; what was there before is then still there
+    """
+    job = _prepare(folder, model, optimizer, ctx, step, about, keep, copy=False)
+    job.run(ctx.world.group)
+    return job.final
+
+
+class Saver:
+    """Saves a run while it goes on: `save` copies the tensors, a thread writes them; one save at a time.
+
+        with Saver(folder, ctx=ctx, keep=3) as saver:
+            ... saver.save(model, optimizer, step=step, about=about)
+
+    Every rank makes one (collective: it has a process group of its own, so that its messages never meet the run's) and makes
+    the same calls. `save` waits for the save before, if that still runs; what went wrong in it is raised then, or by `wait`.
+    Leaving the `with` block waits; the last save is on disk afterwards. The arguments are those of the function `save`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, ctx: ParallelContext, keep: int = 0) -> None:
+        self.folder, self.ctx, self.keep = Path(folder), ctx, keep
+        self._group = ctx.group_for_files() if ctx.world.size > 1 else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        ctx.on_close.append(self._join)
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int, about: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Begin to save; the folder that will be there when it is done.
+
+        raises      CheckpointError for what cannot be saved, and for what went wrong in the save before
+        """
+        from tpattn.checkpoint import storage
+
+        self.wait()
+        job = _prepare(self.folder, model, optimizer, self.ctx, step, about, self.keep, copy=True)
+
+        def write() -> None:
+            try:
+                job.run(self._group)
+            except BaseException as error:  # raised in the run's own thread, by `wait`
+                self._error = error
+
+        storage.quiet_without_group()
+        self._thread = threading.Thread(target=write, name=f"tpattn saves step {step}", daemon=True)
+        self._thread.start()
+        return job.final
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more.
+
+        raises      what went wrong, once
+        """
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """`wait`; the saver can still be used."""
+        self.wait()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            self.wait()
+        else:  # the run's own error is the one to show
+            self._join()
+
+
+class _Job:
+    """One save, with all that it needs from the run."""
+
+    def __init__(self, final: Path, blocks: dict[str, Tensor], index: Index, ctx: ParallelContext, keep: int) -> None:
+        self.final, self.blocks, self.index, self.ctx, self.keep = final, blocks, index, ctx, keep
+
+    def run(self, group: Any) -> None:
+        """Write it. Collective over `group`."""
+        import torch.distributed.checkpoint as dcp  # 0.2 s, not at the import of tpattn
+
+        from tpattn.checkpoint import storage
+
+        storage.quiet_without_group()
+        writer = storage.Writer(self.final, self.ctx.world.rank, self.index, self.keep)
+        try:
+            storage.run(
+                lambda: dcp.save(self.blocks, storage_writer=writer, **processes(self.ctx, group)),
+                f"{self.final}: cannot be written",
+            )
+        except CheckpointError:
+            if self.ctx.world.rank == 0:
+                shutil.rmtree(writer.draft, ignore_errors=True)  # a full disk stays no fuller than it was
+            raise
+
+
+def _prepare(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ctx: ParallelContext,
+    step: int,
+    about: Mapping[str, Any] | None,
+    keep: int,
+    copy: bool,
+) -> _Job:
+    if step < 0 or keep < 0:
+        raise CheckpointError(f"step={step}, keep={keep}: needed: numbers from 0 on")
+    tensors = tensors_of(model, optimizer, ctx)
+    index = Index(
+        step=step,
+        mesh={"dp": ctx.dp.size, "cp": ctx.cp.size, "tp": ctx.tp.size},
+        versions={"tpattn": sys.modules["tpattn"].__version__, "torch": torch.__version__, "python": platform.python_version()},
+        about=disk.json_values(dict(about or {})),
+        optimizer=options_of(model, optimizer),
+        tensors=entries_of(tensors),
+    )
+    return _Job(Path(folder).absolute() / disk.name_of(step), in_blocks(tensors, model, ctx, copy), index, ctx, keep)
