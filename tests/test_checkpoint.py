@@ -294,7 +294,7 @@ def test_a_place_that_cannot_be_written_is_the_same_error_on_every_rank_and_noth
         run = Run(ctx).go(0, 1)
         if rank == 0:
             (tmp_path / "file").write_text("")
-        with pytest.raises(CheckpointError, match="step_000001: cannot be written: Not a directory: "):
+        with pytest.raises(CheckpointError, match="step_000001: cannot be written: on rank 0: Not a directory: "):
             save(tmp_path / "file", run.model, run.optimizer, ctx=ctx, step=1)
         save(tmp_path / "good", run.model, run.optimizer, ctx=ctx, step=1)
         assert load(tmp_path / "good", run.model, run.optimizer, ctx=ctx)["step"] == 1

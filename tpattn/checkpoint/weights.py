@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,8 @@ def export_weights(model: nn.Module, path: str | os.PathLike[str], about: Mappin
             draft.replace(final)
             sync(final.parent)
         except Exception as error:  # OSError, or safetensors' own around it
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             fault = f"{final}: cannot be written: {getattr(error, 'strerror', None) or error}"
     _agree(fault, ctx)
     return final
