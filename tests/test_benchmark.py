@@ -114,6 +114,16 @@ def test_chunks_compares_pieces_with_one(tmp_path):
 
 
 @pytest.mark.long
+def test_checkpoint_compares_with_torchs_own_and_restarts(tmp_path):
+    rows, above = table("checkpoint", tmp_path)
+    assert list(rows[0]) == ["what", "ms", "MiB/s", "ratio", "quartiles"]
+    ways = ["torch load", "load", "hash", "torch save", "save", "5 steps", "5 steps, 1 save beside them", "restart"]
+    assert [row["what"] for row in rows] == ways
+    assert all(is_number(row["ms"]) for row in rows)
+    assert "at least 0.5 of torch's" in above and "at most 10 s" in above
+
+
+@pytest.mark.long
 def test_memory_draws_a_picture_where_it_is_told(tmp_path):
     rows, above = table("memory", tmp_path, "--picture", "memory.png")
     assert list(rows[0]) == ["T", "scheme", "high water MiB", "growth MiB", "growth / q", "s", "received MiB"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from bench import files
 from bench.picture import draw_memory
 from bench.race import Measured, MiB, Side
 from bench.work import (
@@ -338,11 +339,33 @@ def chunks(quick: bool, ranks: int) -> Topic:
     return Topic(title, meaning, heads, races, rows)
 
 
+def checkpoint(quick: bool, ranks: int) -> Topic:
+    """Checkpoints against plain torch.distributed.checkpoint; what a save costs the steps beside it; a restart."""
+    races = files.sides(quick, ranks)
+    size = files.bytes_of(**{key: races[0][0].sizes[key] for key in ("M", "layers")}) / MiB
+
+    def rows(measured: list[Measured]) -> list[list[str]]:
+        first, lines = measured[0], []
+        for m in measured:
+            rate = f"{size / m.ms * 1e3:.0f}" if m.side.build is files.move_files else ""
+            lines.append([*m.side.label, f"{m.ms:.0f}", rate, *(ratio(first, m) if m is not first else ("", ""))])
+        return lines
+
+    meaning = (
+        f"{size:.0f} MiB of weights and AdamW state. Ratio is the time of the row that begins the group over this one's. load "
+        "verifies every byte, and should be at least 0.5 of torch's, which verifies nothing; hash is the verifying alone. A save "
+        "beside 50 steps should leave at least 0.98. restart is from SIGKILL of a rank to the next attempt's first step, at most "
+        "10 s on two cores."
+    )
+    return Topic(f"Checkpoints, tp={ranks}", meaning, ("what", "ms", "MiB/s", "ratio", "quartiles"), races, rows)
+
+
 BLOCK_SIZES = {True: (256, 64, 4, 176), False: (2048, 1024, 16, 2816)}  # quick: T, M, H, F
 BLOCK_TINY = {"T": 64, "M": 64, "H": 4, "F": 64}
 
 TOPICS: dict[str, Callable[[bool, int], Topic]] = {
     "products": products,
+    "checkpoint": checkpoint,
     "attention": attention,
     "window": window,
     "documents": documents,
