@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import os
 import re
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ from tpattn.training import adamw, train
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def _at_end(act: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call it when this process ends, the last one first. (Processes of multiprocessing end without `atexit`.)"""
+    Finalize(None, act, args, options, exitpriority=len(_ends))
+    _ends.append(act)
+
+
+_ends: list[Any] = []
+
+
 def _folder(ctx: ParallelContext | None = None) -> Path:
     """A new folder, the same on all ranks, removed at the end of this process."""
     path = tempfile.mkdtemp(prefix="tpattn-benchmark-")
@@ -37,7 +46,7 @@ def _folder(ctx: ParallelContext | None = None) -> Path:
         own, path = path, from_rank0(path, ctx)
         if own != path:
             shutil.rmtree(own)
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    _at_end(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
 
 
@@ -120,7 +129,8 @@ def restart(ranks: int) -> Callable[[], Any]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    atexit.register(process.terminate)
+    _at_end(process.wait)
+    _at_end(process.terminate)
 
     def until(pattern: str) -> None:
         assert process.stdout is not None
