@@ -12,7 +12,7 @@ from tpattn.kernels.backends import Backend, of_heads, square
 from tpattn.kernels.tiles import Accumulator, Call, Change, Gradients, Tile, windows
 
 _COLUMNS = 128  # keys of a stretch that a dense table may leave out
-_TOGETHER = 8192  # most rows of one strided call: its results are held beside the sums
+_TOGETHER = 2048  # most rows of one strided call: its results are held beside the sums
 HeadGroups = Sequence[tuple[slice, slice]]  # query heads and the key-value heads they read, each with one whole ratio
 
 
