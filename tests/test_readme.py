@@ -78,6 +78,19 @@ def test_shortest_loop_without_its_sum_of_gradients_does_not_train_on(rank, worl
             run_loop(*sizes, forget(*words))
 
 
+@ranks(2)
+def test_the_loop_that_saves_goes_on_where_it_was(rank, world, tmp_path):
+    """Twice as it stands: four checkpoints of which three stay, then nothing is left to do."""
+    code = next(block for block in blocks() if "Saver" in block).replace('"checkpoints"', repr(str(tmp_path)))
+    with tpattn.ParallelContext.from_env(tp=2, timeout=60) as ctx:
+        model = tpattn.Transformer(257, 8, 1, 2, ctx=ctx, seed=0)
+        names = {"tpattn": tpattn, "ctx": ctx, "model": model, "optimizer": torch.optim.AdamW(tpattn.param_groups(model))}
+        for found in (None, 4):
+            exec(code, names)
+            assert (names["found"] and names["found"]["step"]) == found
+            assert [p.name for p in sorted(tmp_path.iterdir())] == [f"step_00000{step}" for step in (2, 3, 4)]
+
+
 def blocks():
     """Every python block of the README."""
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -86,7 +99,7 @@ def blocks():
 @ranks(4)
 def test_the_other_code_runs(rank, world):
     """Layers alone, attention by itself and the ledger, as they stand, on the meshes they are written for."""
-    layers, lora, attention, book = [block for block in blocks() if "tpattn.shard" not in block][1:5]
+    layers, lora, attention, book = [block for block in blocks() if not re.search("tpattn.shard|Saver", block)][1:5]
     with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
         names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": tpattn.SequenceLayout.zigzag(11, 2)}
         exec(layers, names)
