@@ -67,18 +67,18 @@ def test_the_model_takes_the_vocabulary_of_the_tokenizer(tmp_path):
     pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
     (tmp_path / "texts").mkdir()
     texts = written(tmp_path / "texts")
-    learnt = train_tokenizer(read_documents(texts).documents, 290)
+    learnt = train_tokenizer(read_documents(texts).documents, 270)
     (tmp_path / "tokenizer.json").write_text(learnt.state()["json"])
     write_tokens(read_documents(texts).documents, tmp_path / "tokens", learnt, "texts")
     ways = [[f"data.path={texts}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"], [f"data.path={tmp_path / 'tokens'}"]]
     with ParallelContext.single(device="cpu") as ctx:
         runs = [parts(config(*way), ctx) for way in ways]
         for run, way in zip(runs, ways, strict=True):
-            assert run.model.vocab_size == run.tokenizer.vocab_size == build(config(*way), ctx).vocab_size == 290
+            assert run.model.vocab_size == run.tokenizer.vocab_size == build(config(*way), ctx).vocab_size == 270
             assert run.tokenizer.decode(run.tokenizer.encode(WORDS)) == WORDS
             assert parts(config(*way, "model.vocab_size=320"), ctx).model.vocab_size == 320
-            with pytest.raises(ConfigError, match="model.vocab_size=289: the tokenizer of the text has 290 ids"):
-                parts(config(*way, "model.vocab_size=289"), ctx)
+            with pytest.raises(ConfigError, match="model.vocab_size=269: the tokenizer of the text has 270 ids"):
+                parts(config(*way, "model.vocab_size=269"), ctx)
         assert torch.equal(runs[0].batches.share(0).tokens, runs[1].batches.share(0).tokens)
         assert runs[0].tokenizer.state() == runs[1].tokenizer.state()
 
