@@ -13,6 +13,7 @@ SOURCE is a file or a folder of UTF-8 text. One document is in memory at a time.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def main() -> None:
             return
         made = make(args.source, args.out, args.tokenizer, 8192 if args.vocab_size is None else args.vocab_size)
         print(made.describe())
-        print(f"next    python scripts/train.py data.path={args.out}")
+        print(f"next    python scripts/train.py data.path={shlex.quote(args.out)}")
 
 
 def make(source: str, out: str, word: str, vocab_size: int) -> TokenFolder:

@@ -29,7 +29,7 @@ FORMAT = 1
 FACTS, TOKENS, STARTS, TOKENIZER = "tpattn-tokens.json", "tokens.bin", "starts.bin", "tokenizer.json"
 _DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 _TYPES = {"tokens": int, "documents": int, "dtype": str, "vocab_size": int, "sha256": str, "source": str, "tokenizer": dict}
-_CHUNK_BYTES = 1 << 22  # what is read at once: memory stays small for any folder
+_CHUNK_BYTES = 1 << 20  # what is read at once: memory stays small for any folder
 
 
 @dataclass(frozen=True)

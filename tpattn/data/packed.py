@@ -5,7 +5,7 @@ A stream is a tensor of token ids, in memory or mapped from a file, or a `Select
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -148,10 +148,16 @@ def held_out(lengths: torch.Tensor, share: float) -> torch.Tensor:
     order = torch.argsort(bits(fold(0, "held-out documents"), torch.arange(len(lengths))))
     missing, shortest = share * int(lengths.sum()), int(lengths.min())
     kept: list[int] = []
-    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    for document, length in _pairs(order, lengths):
         if shortest >= 2 * missing or len(kept) == len(lengths) - 1:
             break
         if length < 2 * missing:
             kept.append(document)
             missing -= length
     return torch.tensor(sorted(kept) or [int(lengths.argmin())])
+
+
+def _pairs(order: torch.Tensor, lengths: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(document, its length) in this order; as Python's numbers only some at a time, since there may be millions."""
+    for part in order.split(1 << 16):
+        yield from zip(part.tolist(), lengths[part].tolist(), strict=True)
