@@ -211,3 +211,20 @@ def test_words_of_a_decoder_that_joins_by_spaces_are_streamed(tmp_path):
     ids = [3, 4, 5] * 50
     stream = TextStream(tokenizer)
     assert "".join(stream.add(number) for number in ids) == tokenizer.decode(ids)
+
+
+def test_bytes_that_a_decoder_puts_together_in_a_row_are_streamed():
+    """As in Llama's files: a row of byte tokens is decoded as one, and all of it is U+FFFD while a character is unfinished."""
+    package = pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
+    vocab = {"</s>": 0, "\u2581a": 1, "b": 2, "<0xE2>": 3, "<0x98>": 4, "<0x83>": 5}
+    made = package.Tokenizer(package.models.BPE(vocab, [], byte_fallback=True))
+    kinds = package.decoders
+    made.decoder = kinds.Sequence([kinds.Replace("\u2581", " "), kinds.ByteFallback(), kinds.Fuse(), kinds.Strip(" ", 1, 0)])
+    made.add_special_tokens(["</s>"])
+    tokenizer = SubwordTokenizer(made.to_str())
+    assert tokenizer.decode([3, 4, 5, 3]) == "\N{REPLACEMENT CHARACTER}" * 4
+    snow = [3, 4, 5]
+    for ids in ([1, *snow, 2, 1], snow * 40, [1, 2, *snow * 2] * 30, [*snow * 7, 1, 1] * 9):
+        stream = TextStream(tokenizer)
+        assert "".join(stream.add(number) for number in ids) == tokenizer.decode(ids)
+        assert len(stream._ids) < 80

@@ -122,32 +122,46 @@ class TextStream:
     `tokenizer.decode` of all ids.
     """
 
-    _LONG, _KEPT = 64, 16  # ids decoded again with each new one, and how many of them stay: the last ones decide about spaces
-    _BYTES_HELD = 3  # an unfinished character has at most so many bytes, and some decoders write U+FFFD for each
+    _LONG, _KEPT = 64, 16  # ids decoded again with each new one, and about how many of them stay when there are more
+    _UNFINISHED = 3  # at most so many bytes, so ids, of a character wait for its last one; after more it is no UTF-8
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._ids: list[int] = []
         self._told = 0  # characters of decode(_ids) that were given out
+        self._waiting = 0  # ids since the text last ended with a whole character
 
     def add(self, *ids: int) -> str:
         """The text that these ids complete; often "" for a part of a character."""
-        self._ids += [int(i) for i in ids]
-        text = self.tokenizer.decode(self._ids)
-        unfinished = len(text) - len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        ready = len(text) - min(unfinished, self._BYTES_HELD)
-        piece = text[self._told : ready]
-        self._told = max(self._told, ready)
-        if self._told == len(text) and len(self._ids) > self._LONG:
-            self._ids = self._ids[-self._KEPT :]
-            self._told = len(self.tokenizer.decode(self._ids))
-        return piece
+        return "".join(self._add(int(i)) for i in ids)
 
     def end(self) -> str:
         """What is left when no more ids come: U+FFFD for an unfinished character, else ""."""
         piece = self.tokenizer.decode(self._ids)[self._told :]
-        self._ids, self._told = [], 0
+        self._ids, self._told, self._waiting = [], 0, 0
         return piece
+
+    def _add(self, number: int) -> str:
+        self._ids.append(number)
+        text = self.tokenizer.decode(self._ids)
+        unfinished = len(text) - len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        self._waiting = self._waiting + 1 if unfinished else 0
+        # A decoder that joins single bytes may write U+FFFD for all bytes in a row while the last character is unfinished.
+        held = unfinished if self._waiting <= self._UNFINISHED else min(unfinished, self._UNFINISHED)
+        ready = len(text) - held
+        piece = text[self._told : ready]
+        self._told = max(self._told, ready)
+        if not unfinished and len(self._ids) > self._LONG:
+            self._forget(text)
+        return piece
+
+    def _forget(self, text: str) -> None:
+        """Drop ids from the front, up to a place from which the rest decodes as it does after all of them."""
+        for first in range(len(self._ids) - self._KEPT, len(self._ids) - 2 * self._KEPT, -1):
+            rest = self.tokenizer.decode(self._ids[first:])
+            if rest and text.endswith(rest):
+                self._ids, self._told = self._ids[first:], len(rest)
+                return
 
 
 def tokenizer_from(state: Mapping[str, Any]) -> Tokenizer:
