@@ -37,9 +37,9 @@ from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, 
 from tpattn.training import NonFiniteLoss, Record, StopSignal, draw_loss, from_rank0, train  # noqa: E402
 
 CONFIGS = ROOT / "configs"
-# What may be another when a run goes on, without a word: it changes no number. (The text is compared by its sha256.)
+# What may be another when a run goes on, without a word: it changes no number. (Text and tokenizer are compared themselves.)
 FREE = (
-    *("parallel.", "attention.", "run.", "data.path", "train.checkpoint_"),
+    *("parallel.", "attention.", "run.", "data.path", "data.tokenizer", "train.checkpoint_"),
     *("train.stop_at", "train.resume", "train.log_every", "train.fused_loss", "train.fsdp"),
 )
 
@@ -115,7 +115,7 @@ def last_step(cfg: Config) -> int:
 
 def about(cfg: Config, run: Parts) -> dict[str, Any]:
     """What a checkpoint keeps beside the tensors."""
-    return {"config": dataclasses.asdict(cfg), "text": run.corpus.sha256}
+    return {"config": dataclasses.asdict(cfg), "text": run.corpus.sha256, "tokenizer": run.tokenizer.state()}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -129,6 +129,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
                 lines.append(f"{group}.{key} was {json.dumps(was)}, is now {json.dumps(value)}")
     if before.get("text") != now["text"]:
         lines.append("the text is another one: its sha256 differs")
+    if before.get("tokenizer", now["tokenizer"]) != now["tokenizer"]:
+        lines.append("the tokenizer is another one")
     return lines
 
 

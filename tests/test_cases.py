@@ -14,7 +14,7 @@ CASES = [
     "C24", "C25", "C26", "C27", "C28", "C29",                                                       # lengths, order
     "C30", "C31", "C32", "C33", "C34", "C35",                                                       # heads, numerics
     "C36", "C37", "C38", "C39", "C40", "C41", "C42", "C43",                                         # random, norms, states
-    "C46", "C47", "C48", "C49", "C50",                                                              # groups, what ranks want
+    "C46", "C47", "C48", "C49", "C50", "C51",                                                            # groups, what ranks want
     "C53", "C55", "C56", "C57", "C58", "C60",                                                       # words, launch, install
 ]
 

@@ -167,6 +167,9 @@ def test_the_closest_match_is_offered(word, guess):
         ("model.activation=swish", "one of gelu, relu, silu, swiglu"),
         ("train.resume=true", "auto, false or a checkpoint's path"),
         ("train.resume=null", "auto, false or a checkpoint's path"),
+        ("data.valid=some", "auto or a share from 0 up, below 1"),
+        ("data.valid=null", "auto or a share from 0 up, below 1"),
+        ("data.tokenizer=null", "auto, bytes or the path of a tokenizer.json"),
         ("hydra.job.chdir=maybe", "true or false"),
     ],
 )
@@ -192,6 +195,10 @@ def test_a_wrong_type_is_refused_with_value_key_and_need(word, need):
         ("train.resume=false", False),
         ("train.stop_at=${train.steps}", 100),
         ("model.num_kv_heads=8", 8),
+        ("data.valid=0", 0.0),
+        ("data.valid=0.1", 0.1),
+        ("data.valid=auto", "auto"),
+        ("data.tokenizer=bytes", "bytes"),
     ],
 )
 def test_values_arrive_in_their_type(word, value):
@@ -217,6 +224,8 @@ def test_values_arrive_in_their_type(word, value):
         (["data.path=nowhere.txt"], "nowhere.txt: no such file or folder"),
         (["data.path=${nowhere}"], "data.path: "),
         (["train.resume=nowhere"], "nowhere: no such file or folder"),
+        (["data.tokenizer=nowhere.json"], "nowhere.json: no such file; needed: auto, bytes or the path of a tokenizer.json"),
+        (["data.tokenizer="], "data.tokenizer=: no such file; needed: auto, bytes"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(argv, words):
@@ -241,6 +250,10 @@ def test_what_cannot_be_understood_is_refused(argv, words):
         (["model.head_dim=5"], "need an even number; 6 would work"),
         (["model.num_layers=0"], "model.num_layers=0: needed: 1 or more"),
         (["model.vocab_size=100"], "257 ids"),
+        (["model.vocab_size=0"], "1 or more, or null"),
+        (["model.vocab_size=100", "data.tokenizer=bytes"], "257 ids"),
+        (["data.valid=1"], "a share from 0 up, below 1"),
+        (["data.valid=-0.1"], "a share from 0 up, below 1"),
         (["model.rope_base=0"], "more than 0"),
         (["optim.lr=0"], "more than 0"),
         (["optim.betas=[0.9,1]"], "below 1"),

@@ -20,11 +20,13 @@ def test_c57_relative_paths_count_from_where_the_user_started(tmp_path, monkeypa
     """C57: the same files from any folder, and with hydra.job.chdir=true."""
     (tmp_path / "my text, (1)=a.txt").write_text("hello")
     (tmp_path / "old").mkdir()
+    (tmp_path / "tok.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    argv = ["data.path=my text, (1)=a.txt", "run.dir=out/here", "train.resume=old"]
+    argv = ["data.path=my text, (1)=a.txt", "run.dir=out/here", "train.resume=old", "data.tokenizer=tok.json"]
     for more in ([], ["hydra.job.chdir=true"]):
         cfg = load([*argv, *more], os.path.relpath(CONFIGS))
         assert cfg.data.path == str(tmp_path / "my text, (1)=a.txt")
+        assert cfg.data.tokenizer == str(tmp_path / "tok.json")
         assert cfg.run.dir == str(tmp_path / "out" / "here")
         assert cfg.train.resume == str(tmp_path / "old")
         assert cfg.run.chdir is bool(more)

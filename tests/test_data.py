@@ -10,7 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpattn.data import IGNORE, Batches, ByteTokenizer, Corpus, DataError, Document, PackedTokens, layout_for, read_documents
+from tpattn.data import (
+    IGNORE,
+    Batches,
+    ByteTokenizer,
+    Corpus,
+    DataError,
+    Document,
+    PackedTokens,
+    Selection,
+    ValidBatches,
+    held_out,
+    layout_for,
+    prepare,
+    read_documents,
+)
 from tpattn.layout import SequenceLayout
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
@@ -42,6 +56,15 @@ def test_a_file_is_one_document(tmp_path):
     (tmp_path / "my text (1).md").write_text("naïve ☃\r\n", encoding="utf-8", newline="")
     corpus = read_documents(tmp_path / "my text (1).md")
     assert [(d.name, d.text.decode()) for d in corpus.documents] == [("my text (1).md", "naïve ☃\r\n")]
+
+
+def test_bytes_stay_as_they_are(tmp_path):
+    """Line ends of Windows, a byte-order mark, characters in two forms: nothing is put right."""
+    text = b"\xef\xbb\xbfone\r\ntwo\rthree\n\n e\xcc\x81 \xc3\xa9 \x1a\t"
+    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "b.txt").write_bytes(text[3:])
+    assert [d.text for d in read_documents(tmp_path).documents] == [text, text[3:]]
+    assert prepare(tmp_path, 8).train.stream.tolist() == [*text, 256, *text[3:], 256]
 
 
 def test_a_folder_is_read_recursively_in_the_order_of_names_and_what_is_no_text_is_named(tmp_path):
@@ -92,6 +115,24 @@ def test_missing_unreadable_and_textless_places_are_refused_by_name(tmp_path):
     (tmp_path / "folder" / "broken.txt").symlink_to(tmp_path / "gone")  # unreadable for root, too
     with pytest.raises(DataError, match=r"broken\.txt: cannot read the file"):
         read_documents(tmp_path / "folder")
+
+
+def test_a_file_and_a_folder_that_the_system_refuses_are_named(tmp_path, monkeypatch):
+    """As without the right to read them, which root has always."""
+    (tmp_path / "secret.txt").write_text("secret")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        for path in (tmp_path, tmp_path / "secret.txt"):
+            with pytest.raises(DataError, match=r"secret\.txt: cannot read the file: Permission denied"):
+                read_documents(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        with pytest.raises(DataError, match=f"{tmp_path}: cannot read the folder: Permission denied"):
+            read_documents(tmp_path)
 
 
 def test_a_socket_is_no_text(tmp_path, monkeypatch):
@@ -167,6 +208,117 @@ def test_a_text_too_short_for_one_sample_says_what_would_work():
 def test_wrong_document_starts_are_refused(starts):
     with pytest.raises(DataError, match="document starts"):
         PackedTokens(torch.arange(9), starts, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- held out
+
+
+def test_a_selection_is_the_stream_of_its_documents():
+    lengths = (5, 1, 4, 9, 2, 13)
+    packed = packed_of(*lengths, seq_len=3)
+    pieces = packed.stream.split(list(lengths))
+    for chosen in ([0], [5], [1, 2, 4], [0, 1, 2, 3, 4, 5], [0, 2, 5]):
+        part = Selection(packed.stream, packed.starts, torch.tensor(chosen))
+        want = torch.cat([pieces[i] for i in chosen])
+        assert len(part) == len(want)
+        assert part.starts.tolist() == [sum(lengths[j] for j in chosen[:n]) for n in range(len(chosen))]
+        for low in range(len(want) + 1):
+            for high in range(low, len(want) + 3):
+                assert torch.equal(part[low:high], want[low:high])
+        if len(want) >= 3:
+            copied, mapped = PackedTokens(want, part.starts, 3), PackedTokens(part, part.starts, 3)
+            for i in range(copied.num_samples):
+                assert torch.equal(copied.targets(i), mapped.targets(i)) and torch.equal(copied.tokens(i), mapped.tokens(i))
+                assert copied.documents(i) == mapped.documents(i)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("lengths", [[7, 7], [1, 1000], [3] * 50, [*range(1, 300)], [1000, *[10] * 200]], ids=len)
+def test_held_out_documents_come_near_the_share_and_are_some_but_not_all(lengths, share):
+    chosen = held_out(torch.tensor(lengths), share)
+    assert 0 < len(chosen) < len(lengths)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert torch.equal(held_out(torch.tensor(lengths), share), chosen)
+    got = sum(lengths[i] for i in chosen.tolist()) / sum(lengths)
+    if len(lengths) > 200 and 0.01 < share < 0.95:
+        assert abs(got - share) < 0.01
+    near = min(length / sum(lengths) for length in lengths)
+    assert got <= max(2 * share, near)
+
+
+def test_held_out_documents_are_the_same_on_every_machine():
+    assert held_out(torch.full((40,), 10), 0.1).tolist() == [11, 19, 23, 31]
+
+
+def written(folder, count, length=100):
+    for i in range(count):
+        (folder / f"{i:03}").write_bytes(bytes([97 + i % 26]) * (length - 1))
+    return folder
+
+
+def test_every_document_is_either_learnt_or_held_out(tmp_path):
+    written(tmp_path, 40)
+    made = prepare(tmp_path, 100, valid=0.1)
+    whole = PackedTokens.from_documents(read_documents(tmp_path).documents, 100)
+    both = [tuple(packed.tokens(i).tolist()) for packed in (made.train, made.valid) for i in range(packed.num_samples)]
+    assert sorted(both) == sorted(tuple(whole.tokens(i).tolist()) for i in range(40))
+    assert (made.valid.num_samples, made.train.num_samples, made.corpus.held_out) == (4, 36, 4)
+    assert "; 4 held out for validation" in made.corpus.describe()
+    assert made.corpus.sha256 == read_documents(tmp_path).sha256
+
+
+def test_auto_holds_out_a_fiftieth_of_20_documents_or_more(tmp_path):
+    written(tmp_path, 19)
+    assert prepare(tmp_path, 50).valid is None and prepare(tmp_path, 50).corpus.held_out == 0
+    assert prepare(tmp_path, 50).train.num_samples == 38
+    written(tmp_path, 100)
+    made = prepare(tmp_path, 50)
+    assert (made.corpus.held_out, made.valid.num_samples, made.train.num_samples) == (2, 4, 196)
+    made = prepare(tmp_path, 201)  # the two have 200 tokens, so they are learnt from
+    assert made.valid is None and made.corpus.held_out == 0
+    assert len(made.train.stream) == 10_000
+
+
+def test_a_share_that_cannot_be_honoured_is_refused_with_what_would_work(tmp_path):
+    written(tmp_path, 1)
+    with pytest.raises(DataError, match="data.valid=0.1: whole documents .*, and the text is one; .*data.valid=0 would work"):
+        prepare(tmp_path, 10, valid=0.1)
+    assert prepare(tmp_path, 10, valid=0).valid is None
+    written(tmp_path, 4)
+    with pytest.raises(DataError, match=r"data.valid=0.1: .* with these 4 the nearest share is 0.25; data.valid=0.25, "):
+        prepare(tmp_path, 10, valid=0.1)
+    assert prepare(tmp_path, 10, valid=0.25).corpus.held_out == 1
+    with pytest.raises(DataError, match=r"data.valid=0.25 holds out 100 tokens, too few .* seq_len=101; train.seq_len=100 "):
+        prepare(tmp_path, 101, valid=0.25)
+    with pytest.raises(DataError, match="data.valid=0.75 leaves for training 100 tokens, too few for one sample of seq_len=150"):
+        prepare(tmp_path, 150, valid=0.75)
+    with pytest.raises(DataError, match="the text has 400 tokens, too few for one sample of seq_len=401"):
+        prepare(tmp_path, 401, valid=0.25)
+    for wrong in (1, -0.1, float("nan")):
+        with pytest.raises(DataError, match="needed: auto, or a share from 0 up, below 1"):
+            prepare(tmp_path, 10, valid=wrong)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [3, 4, 11])
+def test_batches_of_held_out_samples_count_each_sample_once(dp, batch_size):
+    packed = packed_of(4, 60, 46, seq_len=10)  # 11 samples
+    batches = ValidBatches(packed, batch_size)
+    assert len(batches) == -(-11 // batch_size)
+    seen = []
+    for step in range(len(batches)):
+        shares = [batches.share(step, dp_rank=rank, dp_size=dp) for rank in range(dp)]
+        assert sum(len(share.tokens) for share in shares) == batch_size  # as many rows on every rank at every step
+        for share in shares:
+            for row, sample in enumerate(share.samples):
+                if sample < 0:
+                    assert bool((share.targets[row] == IGNORE).all())
+                else:
+                    assert torch.equal(share.targets[row], packed.targets(sample))
+                    seen.append(sample)
+    assert seen == list(range(11))
+    with pytest.raises(IndexError, match="of "):
+        batches.samples(len(batches))
 
 
 # ------------------------------------------------------------------------------------------------------------------ batches
@@ -248,6 +400,19 @@ def test_order_resumes_from_a_step_and_depends_on_nothing_that_ran_before():
     assert [s for step in range(40) for s in Batches(packed, 2, 1).samples(step)] == [
         s for step in range(20) for s in run.samples(step)
     ]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_the_order_is_the_same_for_every_dp_and_resumes_at_any_step(dp):
+    """A run that stops and goes on with another dp sees what a run of one process sees, in batches that dp does not divide."""
+    packed = packed_of(430, seq_len=10)
+    whole = [Batches(packed, 5, seed=6).share(step) for step in range(12)]
+    for first, sizes in ((0, [dp] * 12), (7, [dp] * 5), (3, [1 + (dp + step) % 4 for step in range(9)])):
+        for step, size in enumerate(sizes, first):
+            batches = Batches(packed, 5, seed=6)  # a new process
+            shares = [batches.share(step, dp_rank=rank, dp_size=size) for rank in range(size)]
+            assert [i for share in shares for i in share.samples] == whole[step].samples
+            assert torch.equal(torch.cat([share.targets for share in shares]), whole[step].targets)
 
 
 def test_order_is_the_same_on_every_machine():

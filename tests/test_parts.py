@@ -6,9 +6,9 @@ import pytest
 import torch
 from pool import ranks
 
-from tpattn import ParallelContext, Unsupported
-from tpattn.config import ConfigError, dump, load, load_dumped, parts
-from tpattn.data import DataError
+from tpattn import ParallelContext, Unsupported, comm
+from tpattn.config import ConfigError, build, dump, load, load_dumped, parts
+from tpattn.data import ByteTokenizer, DataError, Document, read_documents, train_tokenizer, write_tokens
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 WORDS = "some words, again and again; " * 40
@@ -34,6 +34,69 @@ def test_ranks_that_read_another_text_are_told_so_before_training(rank, world, t
             cfg.data.path = str(tmp_path / "c")
         with pytest.raises(Unsupported, match=f"^rank 1: data.path={tmp_path / 'c'}: no such file or folder"):
             parts(cfg, ctx)
+
+
+def written(folder, count=40):
+    for i in range(count):
+        (folder / f"{i:02}.txt").write_text(WORDS[: 300 + 7 * i])
+    return folder
+
+
+def test_tokenizer_and_held_out_documents_of_a_run(tmp_path):
+    """Of text, and of a folder of tokens: the same tokens, the vocabulary of bytes, a share that is honoured."""
+    (tmp_path / "texts").mkdir()
+    texts = written(tmp_path / "texts")
+    write_tokens(read_documents(texts).documents, tmp_path / "tokens", ByteTokenizer(), "texts")
+    with ParallelContext.single(device="cpu") as ctx:
+        text, tokens = (parts(config(f"data.path={tmp_path / name}", "data.valid=0.1"), ctx) for name in ("texts", "tokens"))
+        assert text.corpus.held_out == tokens.corpus.held_out == 4
+        assert torch.equal(text.valid.tokens(3), tokens.valid.tokens(3))
+        for step in (0, 5):
+            one, other = (run.batches.batch(step, ctx, run.layout) for run in (text, tokens))
+            assert torch.equal(one.tokens, other.tokens) and torch.equal(one.targets, other.targets)
+        assert text.tokenizer.state() == tokens.tokenizer.state() == {"kind": "bytes"}
+        assert text.model.vocab_size == 257
+        assert parts(config(f"data.path={texts}", "data.valid=0"), ctx).valid is None
+        assert parts(config(f"data.path={texts}"), ctx).valid.num_samples > 0
+        with pytest.raises(ConfigError, match="a folder of tokens, has its own; needed: auto"):
+            config(f"data.path={tmp_path / 'tokens'}", "data.tokenizer=bytes")
+
+
+def test_the_model_takes_the_vocabulary_of_the_tokenizer(tmp_path):
+    """From a tokenizer.json and from a folder; a smaller model.vocab_size is refused, a larger one is kept."""
+    pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
+    (tmp_path / "texts").mkdir()
+    texts = written(tmp_path / "texts")
+    learnt = train_tokenizer(read_documents(texts).documents, 270)
+    (tmp_path / "tokenizer.json").write_text(learnt.state()["json"])
+    write_tokens(read_documents(texts).documents, tmp_path / "tokens", learnt, "texts")
+    ways = [[f"data.path={texts}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"], [f"data.path={tmp_path / 'tokens'}"]]
+    with ParallelContext.single(device="cpu") as ctx:
+        runs = [parts(config(*way), ctx) for way in ways]
+        for run, way in zip(runs, ways, strict=True):
+            assert run.model.vocab_size == run.tokenizer.vocab_size == build(config(*way), ctx).vocab_size == 270
+            assert run.tokenizer.decode(run.tokenizer.encode(WORDS)) == WORDS
+            assert parts(config(*way, "model.vocab_size=320"), ctx).model.vocab_size == 320
+            with pytest.raises(ConfigError, match="model.vocab_size=269: the tokenizer of the text has 270 ids"):
+                parts(config(*way, "model.vocab_size=269"), ctx)
+        assert torch.equal(runs[0].batches.share(0).tokens, runs[1].batches.share(0).tokens)
+        assert runs[0].tokenizer.state() == runs[1].tokenizer.state()
+
+
+@ranks(2)
+def test_ranks_with_another_tokenizer_are_told_so(rank, world, tmp_path):
+    """A tokenizer.json that differs between machines: other tokens of the same text, even where the vocabulary is as large."""
+    pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
+    if rank == 0:
+        (tmp_path / "text").write_text(WORDS * 3)
+    words = WORDS if rank == 0 else WORDS.replace("words", "names")
+    learnt = train_tokenizer([Document("", words.encode())], 265)
+    place = tmp_path / f"tokenizer-{rank}.json"
+    place.write_text(learnt.state()["json"])
+    with ParallelContext.from_env(cp=2, timeout=60) as ctx:
+        comm.agree([0], ctx.world)  # rank 0 has written the text
+        with pytest.raises(Unsupported, match="^the tokenizer's sha256 is not the same on all ranks"):
+            parts(config(f"data.path={tmp_path / 'text'}", f"data.tokenizer={place}"), ctx)
 
 
 @ranks(2)

@@ -13,6 +13,8 @@ from helpers import close, far, seeded
 from pool import ranks
 
 import tpattn
+from scripts import make_tokens
+from tpattn.config import load, parts
 from tpattn.params import sharded_parameters, to_local, whole
 
 README = Path(__file__).parents[1] / "README.md"
@@ -94,6 +96,30 @@ def test_the_loop_that_saves_goes_on_where_it_was(rank, world, tmp_path):
 def blocks():
     """Every python block of the README."""
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_commands_under_data_work(tmp_path, monkeypatch, capsys):
+    """Those that make and check folders are run, those that train are read; on 25 texts, with a smaller vocabulary."""
+    pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
+    (tmp_path / "texts").mkdir()
+    for i in range(25):
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(f"line {n} of document {i}: {n * n % 7}\n" for n in range(40)))
+    monkeypatch.chdir(tmp_path)
+    commands = re.search(r"## Data\n.*?```sh\n(.*?)```", README.read_text(), re.DOTALL).group(1).splitlines()
+    commands = [command.split("#")[0].split() for command in commands]
+    made = [command[2:] for command in commands if command[1] == "scripts/make_tokens.py"]
+    for argv in made:
+        monkeypatch.setattr(sys, "argv", ["make_tokens.py", *[word.replace("8192", "300") for word in argv]])
+        make_tokens.main()
+    assert len(made) == 3 and "as it was written: tokens" in capsys.readouterr().out
+    trained = [command[command.index("scripts/train.py") + 1 :] for command in commands if "scripts/train.py" in command]
+    assert len(trained) == 3
+    with tpattn.ParallelContext.single(device="cpu") as ctx:
+        for argv in trained:
+            argv = [word for word in argv if not word.startswith("parallel=")]
+            run = parts(load([*argv, "model=tiny", "train=smoke"], README.parent / "configs"), ctx)
+            assert run.valid is not None
+            assert run.model.vocab_size == (257 if argv == ["data.path=texts/"] else 300)
 
 
 @ranks(4)

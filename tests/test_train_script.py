@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import compare, train
+from tpattn.data import read_documents, tokenizer_from, train_tokenizer
 from tpattn.training import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +113,28 @@ def test_checkpoints_every_few_steps_and_resuming_from_one_by_its_path(start, te
     changes = ["optim.lr was 0.003, is now 0.0001", "the text is another one: its sha256 differs"]
     assert [line.strip() for line in out[at + 1 : at + 3]] == changes
     assert losses("b") == []
+
+
+def test_a_resumed_run_says_when_tokenizer_or_held_out_documents_are_others(start, text):
+    """Compared by what the tokenizer is, not by its place; a checkpoint carries it."""
+    pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')
+    learnt = train_tokenizer(read_documents("text").documents, 280)
+    for name in ("a.json", "b.json"):
+        (text / name).write_text(learnt.state()["json"])
+    plan = [*SMALL, "model.vocab_size=280", "train.steps=1", "run.dir=a"]
+    assert start(*plan, "data.tokenizer=a.json", "data.valid=0.2")[0] == 0
+    kept = json.loads((text / "a" / "checkpoints" / "step_000001" / "state.json").read_text())["about"]["tokenizer"]
+    assert torch.equal(tokenizer_from(kept).encode("line 7 of"), learnt.encode("line 7 of"))
+    for more, told in (
+        (["data.tokenizer=b.json", "data.valid=0.2"], []),
+        (["data.tokenizer=b.json"], ['data.valid was 0.2, is now "auto"']),
+        (["data.valid=0.2"], ["the tokenizer is another one"]),
+    ):
+        status, out, err = start(*plan, *more)
+        assert (status, err) == (0, [])
+        at = out.index("resume  after step 1")
+        assert [line.strip() for line in out[at + 1 : at + 2 + len(told)]] == [*told, out[-3].strip()], out
+    assert any("held out for validation" in line for line in out)
 
 
 def test_mistakes_are_one_message(start, text):

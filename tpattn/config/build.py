@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpattn.config.convert import closest, did_you_mean, show
 from tpattn.config.schema import Config, ConfigError, ModelConfig
-from tpattn.data import ByteTokenizer
+from tpattn.data import ByteTokenizer, tokenizer_for
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,8 @@ def build(cfg: Any, ctx: Any) -> torch.nn.Module:
 
     cfg         a mapping (a dict or a Hydra node) {"name": one of NAMES, argument: value, ...}; without a name, Transformer.
                 `dtype` may be its name ("float64"), `grid` a mapping {"ulysses": 2, "ring": 1, "merge": 1}.
-                Or the model group alone, or a whole `Config`, whose other groups then give seed, dtype, grid, transport and
-                sequence_parallel
+                Or the model group alone (vocab_size null is then that of bytes), or a whole `Config`, whose other groups then
+                give the tokenizer's vocab_size, seed, dtype, grid, transport and sequence_parallel
     raises      ConfigError for an unknown name or argument and for a missing one, with the legal ones; what the constructor
                 raises
     """
@@ -61,6 +61,8 @@ def _build_run(cfg: Config, ctx: Any) -> torch.nn.Module:
         "transport": cfg.attention.transport,
         "sequence_parallel": cfg.parallel.sequence_parallel,
     }
+    if cfg.model.vocab_size is None:
+        other_groups["vocab_size"] = tokenizer_for(cfg.data.path, cfg.data.tokenizer).vocab_size
     return _make("Transformer", _plain(cfg.model) | other_groups, ctx)
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 from tpattn.config.schema import AttentionConfig, Config, ConfigError, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from tpattn.data import ByteTokenizer
+from tpattn.data import ByteTokenizer, Tokenizer, is_token_folder
 
 
 def check(cfg: Config) -> None:
@@ -25,8 +25,7 @@ def _broken(cfg: Config) -> Iterator[str]:
     yield from _model(cfg.model)
     yield from _optim(cfg.optim)
     yield from _train(cfg.train, cfg.parallel)
-    if cfg.data.path is not None and not os.path.exists(cfg.data.path):
-        yield f"data.path={cfg.data.path}: no such file or folder"
+    yield from _data(cfg)
 
 
 def _grid(attention: AttentionConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -68,11 +67,32 @@ def _model(model: ModelConfig) -> Iterator[str]:
     head_dim = model.head_dim or model.hidden // model.num_heads
     if head_dim % 2 and model.rope_base is not None:
         yield f"model.head_dim={head_dim}: rotary positions need an even number; {head_dim + 1} would work"
-    if model.vocab_size is not None and model.vocab_size < ByteTokenizer.vocab_size:
-        least = ByteTokenizer.vocab_size
-        yield f"model.vocab_size={model.vocab_size}: the byte tokenizer has {least} ids; needed: at least as many, or null"
+    if model.vocab_size is not None and model.vocab_size < 1:
+        yield f"model.vocab_size={model.vocab_size}: needed: 1 or more, or null"
     if model.rope_base is not None and model.rope_base <= 0:
         yield f"model.rope_base={model.rope_base}: needed: more than 0, or null"
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if data.path is not None and not os.path.exists(data.path):
+        yield f"data.path={data.path}: no such file or folder"
+    words = data.tokenizer in ("auto", "bytes")
+    if data.tokenizer != "auto" and is_token_folder(data.path):
+        yield f"data.tokenizer={data.tokenizer}: data.path={data.path}, a folder of tokens, has its own; needed: auto"
+    if not words and not os.path.isfile(data.tokenizer):
+        yield f"data.tokenizer={data.tokenizer}: no such file; needed: auto, bytes or the path of a tokenizer.json"
+    if data.valid != "auto" and not 0 <= data.valid < 1:
+        yield f"data.valid={data.valid}: needed: auto, or a share from 0 up, below 1"
+    if words and not is_token_folder(data.path):
+        yield from vocabulary(cfg.model, ByteTokenizer())
+
+
+def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """What is wrong between a model's vocabulary and the tokenizer's, which `check` knows only for bytes."""
+    if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
+        name = "byte tokenizer" if isinstance(tokenizer, ByteTokenizer) else "tokenizer of the text"
+        yield f"model.vocab_size={model.vocab_size}: the {name} has {tokenizer.vocab_size} ids; needed: at least as many, or null"
 
 
 def _optim(optim: OptimConfig) -> Iterator[str]:

@@ -36,7 +36,7 @@ def load(
     """The run that `argv` (without the script's name) describes, from the files in `config_dir`.
 
     name        the YAML file with the defaults list
-    start_dir   what relative paths (data.path, train.resume, run.dir) count from; None = the folder the user started in
+    start_dir   what relative paths (data.path, data.tokenizer, train.resume, run.dir) count from; None = where the user started
     returns     a Config with absolute paths; the working folder is unchanged
     raises      ConfigError, one short message; SystemExit(0) after --help and --cfg, which rank 0 prints
     """
@@ -213,6 +213,8 @@ def _make_paths_absolute(cfg: Config, start: Path) -> None:
 
     if cfg.data.path is not None:
         cfg.data.path = absolute(cfg.data.path)
+    if cfg.data.tokenizer not in ("auto", "bytes", ""):
+        cfg.data.tokenizer = absolute(cfg.data.tokenizer)
     if cfg.run.dir is not None:
         cfg.run.dir = absolute(cfg.run.dir)
     if isinstance(cfg.train.resume, str) and cfg.train.resume not in ("auto", ""):

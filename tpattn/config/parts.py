@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tpattn.config.build import build
-from tpattn.config.schema import Config
-from tpattn.data import Batches, Corpus, PackedTokens, layout_for, read_documents
+from tpattn.config.check import vocabulary
+from tpattn.config.schema import Config, ConfigError
+from tpattn.data import Batches, Corpus, PackedTokens, Prepared, TokenFolder, Tokenizer, layout_for, prepare, tokenizer_sha256
 from tpattn.fsdp import shard
 from tpattn.layout import SequenceLayout
 from tpattn.mesh import ParallelContext
@@ -17,14 +18,20 @@ from tpattn.training import Schedule, adamw, check_same, together
 
 @dataclass
 class Parts:
-    """What `training.train` needs, and the text it comes from."""
+    """What `training.train` needs, and the text it comes from.
 
-    corpus: Corpus
+    corpus      `source`, `sha256` and `describe()` of the text, or of the folder of tokens
+    valid       tokens of the held-out documents, for `ValidBatches`; None when none are held out
+    """
+
+    corpus: Corpus | TokenFolder
     batches: Batches
     layout: SequenceLayout
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    tokenizer: Tokenizer
+    valid: PackedTokens | None
 
 
 def parts(cfg: Config, ctx: ParallelContext) -> Parts:
@@ -34,17 +41,22 @@ def parts(cfg: Config, ctx: ParallelContext) -> Parts:
     """
     train, optim = cfg.train, cfg.optim
 
-    def text() -> tuple[Corpus, Batches]:
-        corpus = read_documents(cfg.data.path)
-        return corpus, Batches(PackedTokens.from_documents(corpus.documents, train.seq_len), train.batch_size, train.seed)
+    def text() -> Prepared:
+        made = prepare(cfg.data.path, train.seq_len, tokenizer=cfg.data.tokenizer, valid=cfg.data.valid)
+        for message in vocabulary(cfg.model, made.tokenizer):
+            raise ConfigError(message)
+        return made
 
-    corpus, batches = together(text, ctx)
-    check_same("the text's sha256", corpus.sha256, ctx)
+    made = together(text, ctx)
+    check_same("the text's sha256", made.corpus.sha256, ctx)
+    check_same("the tokenizer's sha256", tokenizer_sha256(made.tokenizer), ctx)
+    batches = Batches(made.train, train.batch_size, train.seed)
     layout = layout_for(cfg.attention.layout, train.seq_len, ctx.cp.size)
     batches.batch(0, ctx, layout)  # whatever does not fit is found now
-    model = build(cfg, ctx)
+    vocab_size = cfg.model.vocab_size or made.tokenizer.vocab_size
+    model = build(replace(cfg, model=replace(cfg.model, vocab_size=vocab_size)), ctx)
     if train.fsdp:
         model = shard(model, ctx)
     optimizer = adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     schedule = Schedule(optim.lr, train.steps, optim.warmup_steps, optim.min_lr_fraction)
-    return Parts(corpus, batches, layout, model, optimizer, schedule)
+    return Parts(made.corpus, batches, layout, model, optimizer, schedule, made.tokenizer, made.valid)

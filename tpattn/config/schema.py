@@ -86,7 +86,20 @@ class OptimConfig:
 class DataConfig:
     """The text."""
 
-    path: Annotated[str | None, "a file or a folder of UTF-8 text; null = the source of Python's standard library"] = None
+    path: Annotated[
+        str | None,
+        "a file or a folder of UTF-8 text, or a folder of scripts/make_tokens.py; null = the source of Python's standard library",
+    ] = None
+    tokenizer: Annotated[
+        str,
+        "what turns text into tokens; auto = the one that made the folder of tokens, bytes for text",
+        "auto, bytes or the path of a tokenizer.json",
+    ] = "auto"
+    valid: Annotated[
+        float | Auto,
+        "share of the tokens whose documents are held out for validation; auto = 0.02 of 20 documents or more, else 0",
+        "auto or a share from 0 up, below 1",
+    ] = "auto"
 
 
 @dataclass

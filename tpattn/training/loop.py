@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tpattn import comm
-from tpattn.data import IGNORE, Batch, Batches, PackedTokens, held_out_batches
+from tpattn.data import IGNORE, Batch, Batches, PackedTokens, ValidBatches
 from tpattn.errors import TpattnError
 from tpattn.gradients import clip_grad_norm_, finish_gradients
 from tpattn.layout import SequenceLayout
@@ -182,7 +182,9 @@ def evaluate(
     model.eval()
     total, count = torch.zeros((), dtype=torch.float64), 0
     try:
-        for batch in held_out_batches(packed, batch_size, ctx, layout):
+        batches = ValidBatches(packed, batch_size)
+        for i in range(len(batches)):
+            batch = batches.batch(i, ctx, layout)
             tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
             total += _loss(decoder, tokens, targets, batch.layout, None, ctx, fused_loss).double().cpu()
             count += int((targets != IGNORE).sum())
