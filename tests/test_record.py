@@ -219,7 +219,8 @@ def test_the_picture_has_training_validation_and_throughput(tmp_path, monkeypatc
     loss, speed = drawn[0].axes
     train, mean, valid = loss.lines
     assert list(train.get_ydata()) == [entry["loss"] for entry in entries]
-    assert mean.get_ydata()[0] == pytest.approx(sum(2 + 1 / s for s in range(1, 6)) / 5)
+    assert mean.get_ydata()[0] == 3.0 and mean.get_ydata()[1] == pytest.approx((3 + 2.5 + 2 + 1 / 3) / 3)
+    assert mean.get_ydata()[50] == pytest.approx(sum(2 + 1 / s for s in range(47, 56)) / 9)
     assert list(valid.get_xdata()) == [20, 40, 60, 80, 100] and valid.get_ydata()[0] == 2.55
     assert [text.get_text() for text in loss.get_legend().get_texts()] == [
         "training, each step", "training, running mean", "validation"]

@@ -53,7 +53,7 @@ def _draw_losses(axes: Any, metrics: Sequence[dict[str, Any]]) -> None:
     many = len(steps) >= _MANY
     if many:
         axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, alpha=0.35, label="training, each step")
-        axes.plot(steps, _running(losses, len(steps) // 25), color=_TRAIN, linewidth=2, label="training, running mean")
+        axes.plot(steps, _running_mean(losses, len(steps) // 25), color=_TRAIN, linewidth=2, label="training, running mean")
     elif steps:
         axes.plot(steps, losses, color=_TRAIN, linewidth=2, marker="o", markersize=3, label="training")
     if valid:
@@ -70,14 +70,16 @@ def _draw_speed(axes: Any, metrics: Sequence[dict[str, Any]]) -> None:
     steps, speeds = [step for step, _ in timed], [speed for _, speed in timed]
     if len(steps) >= _MANY:
         axes.plot(steps, speeds, color=_SPEED, linewidth=0.8, alpha=0.35)
-        speeds = _running(speeds, len(steps) // 25, median)
+        width = len(steps) // 25
+        speeds = [median(speeds[max(0, i - width) : i + width + 1]) for i in range(len(speeds))]
     axes.plot(steps, speeds, color=_SPEED, linewidth=1.5)
     axes.set_ylim(bottom=0)
 
 
-def _running(values: Sequence[float], width: int, middle: Any = lambda near: sum(near) / len(near)) -> list[float]:
-    """Each value's mean (or another `middle`) with its neighbours, up to `width` on either side."""
-    return [middle(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Each value's mean with its neighbours, up to `width` on either side, at the steep start as many as there are before it."""
+    near = [values[i - r : i + r + 1] for i, r in enumerate(min(width, i) for i in range(len(values)))]
+    return [sum(some) / len(some) for some in near]
 
 
 @contextmanager
