@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 4 scripts/generate.py runs/ID "def main(" --tp 2 --cp 2 --temperature 0.8 --top-p 0.95
 
 Model and tokenizer are those of the checkpoint. The same seed gives the same text on every mesh. Ctrl-C, or a reader that goes
-away, ends it after the token at hand.
+away, ends it after the token at hand (at Ctrl-C torchrun adds a traceback of its own).
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ class Output:
     def _print(self, text: str) -> None:
         if self.stopped.unread:
             return
+        if sys.stdout.isatty():  # a control character could do anything to a terminal
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         try:
             sys.stdout.write(text)
             sys.stdout.flush()

@@ -85,6 +85,12 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     assert choose(logits, 1.0, top_p, 1 - 2**-53) == kept[-1]
 
 
+def test_of_many_equal_tokens_the_lowest_ids_are_kept():
+    """A sort that is not stable would keep others."""
+    logits = torch.zeros(4096)
+    assert [choose(logits, 1.0, 0.25, chance) for chance in (0.0, 0.5, 1 - 2**-53)] == [0, 512, 1023]
+
+
 def test_the_likeliest_of_equals_is_the_lowest_id_and_precision_does_not_matter():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         logits = torch.tensor([0.0, 3.0, 1.0, 3.0], dtype=dtype)

@@ -108,6 +108,15 @@ def test_mistakes_are_one_message(start, run, tmp_path):
         assert err.startswith("error: ") and err.count("\n") == 1 and told in err, err
 
 
+def test_on_a_terminal_control_characters_are_not_sent(monkeypatch, capsys):
+    for terminal, told in ((False, "a\x1b[2J\tä\n\n"), (True, "a\ufffd[2J\tä\n\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        out = script.Output(True, ByteTokenizer().decode, script.Stop())
+        out.write(list("a\x1b[2J\tä\n".encode()))
+        out.close()
+        assert capsys.readouterr().out == told
+
+
 def launch(ranks, *argv, **options):
     command = [sys.executable]
     command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
