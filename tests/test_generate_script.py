@@ -133,7 +133,8 @@ def test_under_torchrun_the_same_text_comes_once(run, mesh):
     assert (process.returncode, out.decode(), err) == (0, sampled("Ein Wörtchen"), b"")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reader_that_goes_away_ends_it_quietly(run, ranks):
     """A hundred thousand tokens are asked for; after the first ones nobody reads."""
     process = launch(ranks, run, "abc", "--max-new-tokens", 100_000)
