@@ -32,7 +32,7 @@ class Columns(Record):
         super().__init__(None, steps=max(run))
         self.run, self.worst, self.relative = run, 0.0, 0.0
 
-    def step(self, step: int, loss: float, *others: Any) -> None:
+    def step(self, step: int, loss: float, *others: Any, **more: Any) -> None:
         self.say(f"{step:>6} {self.run[step]:>18.9f} {loss:>18.9f}")
         difference = abs(loss - self.run[step])
         if not difference <= self.worst:

@@ -34,9 +34,11 @@ from torch.distributed.elastic.multiprocessing.errors import record as for_torch
 from tpattn import ParallelContext, PeerLost, checkpoint  # noqa: E402
 from tpattn.checkpoint import CheckpointError  # noqa: E402
 from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, parts  # noqa: E402
-from tpattn.training import NonFiniteLoss, Record, StopSignal, draw_loss, from_rank0, train  # noqa: E402
+from tpattn.decode import generate  # noqa: E402
+from tpattn.training import NonFiniteLoss, Record, StopSignal, draw_loss, from_rank0, need_tensorboard, read_metrics, train  # noqa: E402
 
 CONFIGS = ROOT / "configs"
+PROMPT, SAMPLE, SAMPLE_SECONDS = 24, 150, 5.0  # tokens of a document, tokens written at most, and the time for it
 # What may be another when a run goes on, without a word: it changes no number. (Text and tokenizer are compared themselves.)
 FREE = (
     *("parallel.", "attention.", "run.", "data.path", "data.tokenizer", "train.checkpoint_"),
@@ -51,6 +53,8 @@ def main() -> None:
         stop = stack.enter_context(StopSignal())
         with one_message():
             cfg = load(argv, CONFIGS)
+            if cfg.run.tensorboard:
+                need_tensorboard()
             ctx = stack.enter_context(ParallelContext.from_config(cfg.parallel))
             run = parts(cfg, ctx)
             folder, done = begin(cfg, run, ctx)
@@ -62,7 +66,7 @@ def main() -> None:
         if made < last_step(cfg):
             left_early(made, cfg, ctx, folder)
         else:
-            finish(cfg, ctx, folder, argv)
+            finish(cfg, run, ctx, folder, argv)
 
 
 @contextmanager
@@ -140,7 +144,7 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, s
     if ctx.world.rank == 0:
         cfg.parallel.dp, cfg.parallel.cp, cfg.parallel.tp = ctx.dp.size, ctx.cp.size, ctx.tp.size  # no -1: compare.py reads them
         (folder / "config.yaml").write_text(dump(cfg))
-        record = Record(folder, steps=cfg.train.steps, done=done)
+        record = Record(folder, steps=cfg.train.steps, done=done, last=last_step(cfg), tensorboard=cfg.run.tensorboard)
 
     saver = checkpoint.Saver(folder / checkpoint.FOLDER, ctx=ctx, keep=cfg.train.checkpoint_keep)
     facts = about(cfg, run)
@@ -167,6 +171,8 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, s
                 save=save,
                 save_every=cfg.train.checkpoint_every,
                 stop=stop,
+                valid=run.valid,
+                valid_every=cfg.train.valid_every,
             )
     finally:
         if record is not None:
@@ -180,23 +186,75 @@ def left_early(made: int, cfg: Config, ctx: ParallelContext, folder: Path) -> No
         print(f"stopped by SIGTERM{saved}; the same command with run.dir={shlex.quote(shown(folder))} goes on")
 
 
-def finish(cfg: Config, ctx: ParallelContext, folder: Path, argv: list[str]) -> None:
-    """The picture, where it is, and what to do next."""
+def finish(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, argv: list[str]) -> None:
+    """What has come of it: text that the model writes, numbers, the picture, and what to do next. Every rank takes part."""
+    prompt, text = sample(cfg, run, ctx)
     if ctx.world.rank != 0:
         return
+    print(f"sample  its first {PROMPT} tokens are a document's own:\n        {text}")
+    for line in summary(cfg, folder):
+        print(line)
     parallel = f"dp {ctx.dp.size} x cp {ctx.cp.size} x tp {ctx.tp.size}"
     picture = draw_loss(folder, f"{cfg.model.num_layers} layers, hidden {cfg.model.hidden}, {cfg.train.dtype}, {parallel}")
     print(f"picture {shown(picture)}")
     script = Path(sys.argv[0])
+    start = command("python") if ctx.world.size == 1 else f"{command('torchrun')} --standalone --nproc-per-node {ctx.world.size}"
     if ctx.world.size > 1 and ctx.device.type == "cpu":
         print(f"compare {command('python')} {shlex.quote(shown(script.with_name('compare.py')))} {shlex.quote(shown(folder))}")
+    words = [shown(script.with_name("generate.py")), shown(folder), prompt, "--temperature", "0.8", "--top-p", "0.95"]
+    if ctx.device.type == "cpu":
+        print(f"write   {command('python')} {shlex.join(words)}")
+    else:
+        print(f"write   {start} {shlex.join([*words, '--cp', str(ctx.cp.size), '--tp', str(ctx.tp.size)])}")
     words = [word for word in argv if not word.startswith(("run.dir=", "train.stop_at=", "train.resume="))]
     if last_step(cfg) < cfg.train.steps:
         words.append(f"run.dir={shown(folder)}")
     else:
         words = [word for word in words if not word.startswith("data")] + ["data.path=FILE_OR_FOLDER"]
-    start = command("python") if ctx.world.size == 1 else f"{command('torchrun')} --standalone --nproc-per-node {ctx.world.size}"
     print(f"next    {start} {shlex.quote(shown(script))} {shlex.join(words)}")
+
+
+def sample(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[str, str]:
+    """The beginning of a document, and with it what the model writes on from there, as some lines. Every rank takes part."""
+    tokenizer = run.tokenizer
+    ids = run.batches.packed.tokens(0)[:PROMPT].tolist()
+    until = time.monotonic() + SAMPLE_SECONDS
+    new = generate(
+        run.model,
+        ids,
+        ctx=ctx,
+        max_new_tokens=min(SAMPLE, cfg.train.seq_len),
+        temperature=0.8,
+        top_p=0.95,
+        seed=cfg.train.seed,
+        end=tokenizer.end,
+        window=cfg.train.seq_len,
+        stop=lambda: time.monotonic() > until,
+    )
+    text = tokenizer.decode([*ids, *new])
+    lines = ["".join(c if c.isprintable() else "\ufffd" for c in line.expandtabs(4)) for line in text.splitlines()]
+    cut = [piece for line in lines for piece in (textwrap.wrap(line, 90, drop_whitespace=False) or [""])]
+    return tokenizer.decode(ids).partition("\n")[0].strip(" \t-"), "\n        ".join(cut).strip()
+
+
+def summary(cfg: Config, folder: Path) -> Iterator[str]:
+    """The run in numbers, as its metrics.jsonl has them."""
+    metrics = read_metrics(folder)
+    if not metrics:
+        return
+    per_step = cfg.train.batch_size * cfg.train.seq_len
+    tokens, seconds = per_step * len(metrics), sum(per_step / entry["tokens_per_second"] for entry in metrics)
+    took = f"{round(seconds) // 60}:{round(seconds) % 60:02}"
+    yield f"total   {len(metrics):,} steps in {took}, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s"
+    best = min(metrics, key=lambda entry: entry["loss"])
+    line = f"loss    {metrics[-1]['loss']:.4f} at the end, {best['loss']:.4f} at best, step {best['step']}"
+    if valid := [entry["valid_loss"] for entry in metrics if "valid_loss" in entry]:
+        line += f"; on held-out documents {valid[-1]:.4f}, at best {min(valid):.4f}"
+    yield line
+    shares = [entry["comm_share"] for entry in metrics if "comm_share" in entry]
+    costs = [f"{max(entry.get('memory_bytes', 0) for entry in metrics) / 1e9:.2f} GB of memory at most on a rank"]
+    costs += [f"{sum(shares) / len(shares):.0%} of the time in communication"] if shares else []
+    yield f"cost    {', '.join(costs)}"
 
 
 def command(name: str) -> str:

@@ -31,5 +31,5 @@ class Curve:
     def __init__(self):
         self.rows = []
 
-    def step(self, step, loss, grad_norm, *others):
+    def step(self, step, loss, grad_norm, *others, **more):
         self.rows.append([loss, grad_norm])

@@ -1,5 +1,7 @@
 """Each pair of a collective and its gradient equals its one-process emulation, for any shares, strides and sub-group."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -367,3 +369,34 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_sent(rank, world, 
             call(torch.ones(4, 3), ctx.cp)
         assert all(word in str(error.value) for word in (*words, "cp")), str(error.value)
         assert not book.messages
+
+
+@ranks(2)
+def test_waited_counts_the_seconds_blocked_in_messages_and_nothing_else(rank, world):
+    """Rank 1 comes 0.3 s late: rank 0 waits that long. A message that arrived while a rank computed costs it nothing."""
+    with ParallelContext.from_env(cp=world, timeout=60) as ctx:
+        x = torch.ones(3)
+        comm.all_reduce(x, ctx.cp)      # both are here now
+        before = comm.waited()
+        if rank == 1:
+            time.sleep(0.3)
+        close(comm.all_reduce(x, ctx.cp), 2 * x)
+        late = comm.waited() - before
+        assert 0.25 < late < 3 if rank == 0 else late < 0.25
+        before = comm.waited()
+        work = comm.start_all_reduce(x, ctx.cp)
+        time.sleep(0.3)                 # computing
+        work()
+        assert comm.waited() - before < 0.25
+        before = comm.waited()
+        comm.agree([1], ctx.tp)         # a group of one sends nothing
+        assert comm.waited() == before
+
+
+def test_counting_costs_microseconds_at_most():
+    """Each message is counted twice; it takes 50 microseconds and more."""
+    start = time.perf_counter()
+    for _ in range(10_000):
+        with comm._counted():
+            pass
+    assert (time.perf_counter() - start) / 10_000 < 10e-6

@@ -125,7 +125,7 @@ def test_the_commands_under_data_work(tmp_path, monkeypatch, capsys):
 @ranks(4)
 def test_the_other_code_runs(rank, world):
     """Layers alone, attention by itself and the ledger, as they stand, on the meshes they are written for."""
-    layers, lora, attention, book = [block for block in blocks() if not re.search("tpattn.shard|Saver", block)][1:5]
+    layers, lora, attention, book = [b for b in blocks() if not re.search("tpattn.shard|Saver|generate", b)][1:5]
     with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
         names = {"torch": torch, "tpattn": tpattn, "ctx": ctx, "layout": tpattn.SequenceLayout.zigzag(11, 2)}
         exec(layers, names)
@@ -144,6 +144,17 @@ def test_the_other_code_runs(rank, world):
     want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole.values()), attn_mask=mask)
     close(names["out"], want.transpose(1, 2)[:, mine])
     names["ctx"].close()
+
+
+@ranks(4)
+def test_the_code_that_generates_runs(rank, world):
+    """The block under "Seeing what a run does", with fewer tokens."""
+    (code,) = [block for block in blocks() if "generate" in block]
+    with tpattn.ParallelContext.from_env(cp=2, tp=2, timeout=60) as ctx:
+        model = tpattn.Transformer(257, 16, 1, 4, ctx=ctx, seed=0)
+        names = {"model": model, "ids": [1, 2, 3], "ctx": ctx}
+        exec(code.replace("max_new_tokens=200", "max_new_tokens=2"), names)
+        assert 0 <= names["token"] < 257
 
 
 @ranks(4)

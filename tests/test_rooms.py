@@ -13,8 +13,8 @@ FLOORS = [
     ("second", ["params", "gradients", "schedule", "products"]),
     ("third", ["norm", "linear", "embedding", "loss", "attention"]),
     ("fourth", ["blocks", "model", "decode"]),
-    ("fifth", ["fsdp", "data", "training", "checkpoint", "planner", "debug"]),
-    ("roof", ["config", "integrations", "hf"]),
+    ("fifth", ["fsdp", "data", "training", "checkpoint", "planner", "debug", "selfcheck"]),
+    ("roof", ["config", "integrations", "hf", "__main__"]),
 ]
 ROOMS = [room for _, rooms in FLOORS for room in rooms]
 # comm calls collectives; the others need torch.distributed's names for groups, meshes, FSDP2 and files.

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import compare, train
+from scripts import compare, generate, train
+from tpattn.config import Config
 from tpattn.data import read_documents, tokenizer_from, train_tokenizer
 from tpattn.training import read_metrics
 
@@ -62,14 +64,27 @@ def test_a_run_tells_what_it_does_and_leaves_its_files(start, text):
     assert told[:2] == ["1 rank = dp 1 x cp 1 x tp 1, on cpu", "rank 0 holds everything: whole sequences, whole weights"]
     assert told[2] == f"text    {text / 'text'}"
     assert told[3].startswith("        12 documents, ")
-    assert told[-6:-2] == [f"run     {Path('out/a run')}", "step 1/4", "step 2/4", "step 4/4"]
-    assert out[-2] == "picture out/a run/loss.png"
+    at = told.index(f"run     {Path('out/a run')}")
+    assert told[at + 1 : at + 4] == ["step 1/4", "step 2/4", "step 4/4"]
+    assert told[at + 4].startswith("sample  ")
+    assert [line.split()[0] for line in out[-6:]] == ["total", "loss", "cost", "picture", "write", "next"]
+    assert re.fullmatch(r"total   4 steps in \d:\d\d, 1,024 tokens, [\d,]+ tokens/s", out[-6])
+    seen = [loss for _, loss, _ in losses("out/a run")]
+    best = f"{min(seen):.4f} at best, step {seen.index(min(seen)) + 1}"
+    assert out[-5] == f"loss    {seen[-1]:.4f} at the end, {best}"
+    assert re.fullmatch(r"cost    0\.\d\d GB of memory at most on a rank.*", out[-4])
+    assert out[-3] == "picture out/a run/loss.png"
+    assert re.fullmatch(r"write   .*python'? .*generate\.py'? 'out/a run' 'line 0 of document 0: 0' --t.* --top-p 0\.95", out[-2])
     assert re.fullmatch(r"next    .*python'? .*train\.py'? model=tiny train=smoke .*data\.path=FILE_OR_FOLDER", out[-1])
-    assert all(len(line) <= 100 for line in out[:-1])
+    assert all(len(line) <= 100 for line in out[:-2])
     folder = text / "out" / "a run"
-    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "config.yaml", "loss.png", "metrics.jsonl"]
+    files = ["checkpoints", "config.yaml", "loss.png", "metrics.csv", "metrics.jsonl"]
+    assert sorted(p.name for p in folder.iterdir()) == files
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step_000004"]
-    assert [set(entry) for entry in read_metrics(folder)] == [{"step", "loss", "grad_norm", "tokens_per_second"}] * 4
+    always = {"step", "loss", "grad_norm", "tokens_per_second"}
+    assert [set(entry) - always - {"comm_share"} for entry in read_metrics(folder)] == [
+        {"memory_bytes"}, {"memory_bytes"}, set(), {"memory_bytes"}]        # looked at for the steps that got a line
+    assert all(always <= set(entry) for entry in read_metrics(folder))
     assert [entry["step"] for entry in read_metrics(folder)] == [1, 2, 3, 4]
 
 
@@ -97,6 +112,35 @@ def test_a_run_that_stopped_goes_on_as_if_nothing_had_happened(start, text):
         "        nothing is left to do; train.steps, or train.stop_at, says how far to go",
     ]
     assert losses("parts") == losses("whole")
+
+
+def test_the_text_at_the_end_is_what_the_printed_command_writes(start, text):
+    """The sample begins a document; the command under `write` goes on from its first line, by the checkpoint alone."""
+    status, out, err = start(*SMALL, "run.dir=a", "train.steps=3")
+    assert (status, err) == (0, [])
+    at = next(i for i, line in enumerate(out) if line.startswith("sample  "))
+    assert out[at + 1] == "        line 0 of document 0: 0"
+    words = shlex.split(next(line for line in out if line.startswith("write ")).removeprefix("write"))
+    assert Path(words[1]).name == "generate.py" and words[3] == "line 0 of document 0: 0"
+    (text / "text" / "0.txt").unlink()
+    status, written, err = start(*words[2:], "--max-new-tokens", "5", script=generate)
+    assert (status, err) == (0, [])
+    assert written[0].startswith("line 0 of document 0: 0")
+
+
+def test_the_summary_tells_what_a_longer_run_has(tmp_path):
+    """Validation, communication, the highest memory; a run that made no step has none."""
+    cfg = Config()
+    assert list(train.summary(cfg, tmp_path)) == []
+    rows = [{"step": s, "loss": 4.0 - s, "grad_norm": 1.0, "tokens_per_second": 512.0, "comm_share": s / 10} for s in (1, 2, 3)]
+    rows[1] |= {"memory_bytes": 3 * 10**9, "valid_loss": 2.25}
+    rows[2] |= {"memory_bytes": 2 * 10**9, "valid_loss": 2.5, "loss": 2.125}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(train.summary(cfg, tmp_path)) == [
+        "total   3 steps in 0:12, 6,144 tokens, 512 tokens/s",
+        "loss    2.1250 at the end, 2.0000 at best, step 2; on held-out documents 2.5000, at best 2.2500",
+        "cost    3.00 GB of memory at most on a rank, 20% of the time in communication",
+    ]
 
 
 def test_checkpoints_every_few_steps_and_resuming_from_one_by_its_path(start, text):
@@ -236,10 +280,11 @@ def test_c56_c57_one_run_folder_though_ranks_come_late_relative_paths_and_chdir(
     assert (done.returncode, done.stderr) == (0, "")
     runs = list((text / "runs").iterdir())
     assert len(runs) == 1
-    assert sorted(p.name for p in runs[0].iterdir()) == [".launch", "checkpoints", "config.yaml", "loss.png", "metrics.jsonl"]
+    files = ["checkpoints", "config.yaml", "loss.png", "metrics.csv", "metrics.jsonl"]
+    assert sorted(p.name for p in runs[0].iterdir()) == [".launch", *files]
     lines = done.stdout.splitlines()
     assert [line.split("   loss")[0] for line in lines if line.startswith("step")] == ["step 1/3", "step 2/3", "step 3/3"]
-    assert [line.split()[0] for line in lines[-3:]] == ["picture", "compare", "next"]
+    assert [line.split()[0] for line in lines[-7:]] == ["total", "loss", "cost", "picture", "compare", "write", "next"]
     assert start(*SMALL, "run.dir=one")[0] == 0
     for (step, loss, norm), (same, want, want_norm) in zip(losses(runs[0]), losses("one"), strict=True):
         assert step == same

@@ -294,6 +294,13 @@ class ParallelContext:
         return f"ParallelContext(dp={self.dp.size}, cp={self.cp.size}, tp={self.tp.size}, device={self.device})"
 
 
+def backends() -> list[str]:
+    """Which of the back ends that tpattn uses this torch has: gloo for the CPU, nccl for GPUs."""
+    if not dist.is_available():
+        return []
+    return [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+
+
 def resolve_sizes(dp: int, cp: int, tp: int, world: int, launched: bool = True) -> tuple[int, int, int]:
     """(dp, cp, tp) with -1 replaced, checked against the number of processes.
 

@@ -2,13 +2,14 @@
 
 Owns the legal keys and their types (`schema`), turning a command line into a checked `Config` (`load`, `convert`, `check`),
 the run's one folder and its one error message (`run`), making models and layers from a config (`build`), and all that a run
-needs on one mesh (`parts`). Nothing below imports this room, and Hydra is imported only when a command line is read.
+needs on one mesh (`parts`), also from a checkpoint (`saved`). Nothing below imports this room, and Hydra is imported only when a command line is read.
 """
 
 from tpattn.config.build import build
 from tpattn.config.load import load, load_dumped
 from tpattn.config.parts import Parts, parts
 from tpattn.config.run import make_run_dir, one_message
+from tpattn.config.saved import saved_model
 from tpattn.config.schema import (
     AttentionConfig,
     Config,
@@ -40,4 +41,5 @@ __all__ = [
     "make_run_dir",
     "one_message",
     "parts",
+    "saved_model",
 ]

@@ -118,6 +118,7 @@ class TrainConfig:
     fsdp: Annotated[bool, "weights, gradients and optimizer state divided over dp x cp too (FSDP2): less memory per rank"] = False
     checkpoint_every: Annotated[int, "steps between checkpoints; 0 = only one, at the end"] = 0
     checkpoint_keep: Annotated[int, "newest checkpoints that stay when another is on disk; 0 = all"] = 3
+    valid_every: Annotated[int, "steps between losses on the held-out documents; 0 = only one, at the end"] = 0
     resume: Annotated[
         bool | str,
         "auto = continue from this run's newest checkpoint; false = start new; or a checkpoint's path",
@@ -131,6 +132,7 @@ class RunConfig:
     """Where the run keeps its files."""
 
     dir: Annotated[str | None, "the run's folder; null = a new one, runs/ID"] = None
+    tensorboard: Annotated[bool, "also write TensorBoard's files there; needs the extra tb"] = False
     chdir: Annotated[bool, "work inside the run's folder; paths you give still count from where you started"] = False
 
 

@@ -141,17 +141,18 @@ def train(
             if save is not None and saved < step - 1:
                 save(step - 1)
             return step - 1
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), comm.waited()
         for group in optimizer.param_groups:
             group["lr"] = schedule.at(step)
         batch = batches.batch(step - 1, ctx, layout)
         key = RandomKey(seed, step - 1, batch.first_sequence)
         name = f"step {step} of {schedule.steps}"
         loss, norm = train_step(model, optimizer, batch, ctx=ctx, key=key, clip=clip, fused_loss=fused_loss, name=name)
-        speed = batches.batch_size * batches.packed.seq_len / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        speed, share = batches.batch_size * batches.packed.seq_len / seconds, (comm.waited() - waited) / seconds
         memory = _memory(ctx) if step in (done + 1, last) or step % log_every == 0 else None
         if record is not None:
-            record.step(step, loss, norm, speed, memory)
+            record.step(step, loss, norm, speed, memory, comm_share=share if ctx.world.size > 1 else None)
         if valid is not None and (step == last or (valid_every and step % valid_every == 0)):
             held_out = evaluate(model, valid, batches.batch_size, ctx=ctx, layout=layout, fused_loss=fused_loss)
             if record is not None:
