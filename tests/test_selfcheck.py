@@ -40,6 +40,7 @@ def test_it_works_here_and_says_so():
     assert lines[-1].startswith("tpattn works here: 2 processes compute what one does (")
 
 
+@pytest.mark.long
 def test_a_back_end_that_cannot_start_is_the_verdict():
     """A network interface that is not there: gloo finds no way between the processes."""
     done = start("check", GLOO_SOCKET_IFNAME="nowhere0")
@@ -70,16 +71,33 @@ def test_other_numbers_are_the_reason(rank, world, told):
     assert not told or re.match(told, faults[0]), faults
 
 
-def test_a_check_that_takes_too_long_ends_with_its_verdict(monkeypatch, capfd):
-    """The processes sleep instead of working."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+@pytest.fixture
+def ranks_that(monkeypatch, capfd):
+    """ranks_that(code, limit): exit status and last line of a check whose processes run this code instead."""
+
     popen = subprocess.Popen
-    monkeypatch.setattr(selfcheck.subprocess, "Popen", lambda command, **options: popen(sleep, **options))
-    monkeypatch.delenv("RANK", raising=False)
+
+    def run(code, limit):
+        stand_in = [sys.executable, "-S", "-c", f"import os, sys, time; rank = os.environ['RANK']; {code}"]
+        monkeypatch.setattr(selfcheck.subprocess, "Popen", lambda command, **options: popen(stand_in, **options))
+        monkeypatch.delenv("RANK", raising=False)
+        return selfcheck.check(limit), capfd.readouterr().out.splitlines()[-1]
+
+    return run
+
+
+def test_the_reason_is_the_ranks_own_and_not_that_it_was_lost(ranks_that):
+    code = "sys.exit('PeerLost: a peer ended' if rank == '0' else 'a warning\\nRuntimeError: no way out')"
+    assert ranks_that(code, 30) == (1, "tpattn does NOT work here: RuntimeError: no way out")
+    assert ranks_that("os._exit(7)", 30) == (1, "tpattn does NOT work here: rank 0 ended with exit code 7")
+
+
+def test_a_check_that_takes_too_long_ends_with_its_verdict(ranks_that):
+    """The processes sleep instead of working."""
     begin = time.monotonic()
-    assert selfcheck.check(limit=0.5) == 1
+    status, verdict = ranks_that("time.sleep(60)", 0.5)
+    assert status == 1 and re.match(r"tpattn does NOT work here: .*rank 0 had not ended", verdict)
     assert time.monotonic() - begin < 10
-    assert re.match(r"tpattn does NOT work here: .*rank 0 had not ended", capfd.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.long
