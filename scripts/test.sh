@@ -7,7 +7,7 @@
 #   ./scripts/test.sh tests/test_pool.py -k raises    any arguments of pytest; paths are those of the repository
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup_env.sh"
-setup_env test,hf
+setup_env test,hf,tb
 
 cd "$REPO"
 exec "$VENV/bin/python" -m pytest "$@"

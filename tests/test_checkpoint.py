@@ -1,6 +1,5 @@
 """Checkpoints: a resumed run is the uninterrupted one, on any mesh; what is broken or of another model is refused by name."""
 
-import json
 import platform
 import shutil
 import warnings
@@ -222,8 +221,8 @@ def _linked(path):
 BROKEN = {
     "no folder": (shutil.rmtree, "no such folder"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "no checkpoint: it has no manifest.json"),
-    "manifest is cut": (lambda p: (p / "manifest.json").write_text("{"), "the checkpoint is broken: manifest.json cannot be read"),
-    "manifest is another": (lambda p: (p / "manifest.json").write_text("[\n 1\n]\n"), "the checkpoint is broken: manifest.json does"),
+    "manifest is cut": (lambda p: (p / "manifest.json").write_text("{"), "the checkpoint is broken: manifest.json cannot be"),
+    "manifest is another": (lambda p: (p / "manifest.json").write_text("[\n 1\n]\n"), "the checkpoint is broken: manifest.json"),
     "manifest is spaced": (
         lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text() + " "),
         "the checkpoint is broken: manifest.json cannot be read: its text was changed",

@@ -233,7 +233,8 @@ def test_checkpoints_of_a_history_that_was_left_step_aside(sound):
 
 
 @pytest.mark.parametrize(
-    ("about", "told"), [({"x": {1, 2}}, "Object of type set"), ({"x": torch.ones(1)}, "Object of type Tensor"), ({(1,): 2}, "keys")]
+    ("about", "told"),
+    [({"x": {1, 2}}, "Object of type set"), ({"x": torch.ones(1)}, "Object of type Tensor"), ({(1,): 2}, "keys")],
 )
 def test_what_json_does_not_know_cannot_be_kept(sound, about, told):
     with pytest.raises(CheckpointError, match=told):

@@ -1,4 +1,4 @@
-"""Saved on any mesh of at most 4 ranks, loaded on any other: the same tensors bit for bit, and the run goes on as it would have."""
+"""Saved on any mesh of at most 4 ranks, loaded on any other: the same bits, and the run goes on as it would have."""
 
 import json
 

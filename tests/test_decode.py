@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from helpers import close
 from pool import ranks
 from small_run import V, small
 

@@ -93,7 +93,7 @@ def test_mistakes_are_one_message(start, run, tmp_path):
     checkpoint.save(tmp_path / "other", torch.nn.Linear(2, 2), None, ctx=ctx, step=1, about=other)
     for argv, told in (
         ([tmp_path / "nowhere", "a"], "nowhere: no such folder"),
-        ([tmp_path, "a"], "no checkpoint: it has no state.json"),
+        ([tmp_path, "a"], "no checkpoint: it has no manifest.json"),
         ([tmp_path / "bare", "a"], "its checkpoint does not say which model it is of"),
         ([tmp_path / "other", "a"], "pieces"),
         ([run, "a", "--tp", "2"], "start 2 processes: torchrun"),
@@ -111,7 +111,7 @@ def test_mistakes_are_one_message(start, run, tmp_path):
 def test_on_a_terminal_control_characters_are_not_sent(monkeypatch, capsys):
     for terminal, told in ((False, "a\x1b[2J\tä\n\n"), (True, "a\ufffd[2J\tä\n\n")):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
-        out = script.Output(True, ByteTokenizer().decode, script.Stop())
+        out = script.Output(True, ByteTokenizer(), script.Stop())
         out.write(list("a\x1b[2J\tä\n".encode()))
         out.close()
         assert capsys.readouterr().out == told

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_files import read_tensors
 
 from scripts import compare, generate, train
 from tpattn.config import Config
@@ -102,8 +103,8 @@ def test_a_run_that_stopped_goes_on_as_if_nothing_had_happened(start, text):
     assert "resume  after step 3" in out and not any(line.startswith("        train") for line in out)
     assert losses("parts") == losses("whole")
     assert len(losses("whole")) == 7
-    files = [text / which / "checkpoints" / "step_000007" / "rank_0000_000.bin" for which in ("whole", "parts")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    one, other = (read_tensors(text / which / "checkpoints" / "step_000007") for which in ("whole", "parts"))
+    assert all(torch.equal(x, other[name]) for name, x in one.items() if not name.startswith("random."))
     status, out, err = start(*plan, "run.dir=parts", "train.seed=3", "train.steps=7")
     assert (status, err) == (0, [])
     at = out.index("resume  after step 7")
@@ -151,12 +152,15 @@ def test_checkpoints_every_few_steps_and_resuming_from_one_by_its_path(start, te
     status, out, _ = start(*SMALL, "run.dir=a", "train.steps=5", "train.resume=a/checkpoints/step_000002", "train.stop_at=3")
     assert status == 0 and "resume  after step 2" in out
     assert losses("a") == before[:3]
+    left = [f"        a/checkpoints/step_{step:06}.left is of the steps that are made anew now: set aside" for step in (5, 4)]
+    at = out.index("resume  after step 2")
+    assert out[at + 1 : at + 3] == left
     (text / "text" / "12.txt").write_text("a new document")
     status, out, _ = start(*SMALL, "run.dir=b", "train.steps=5", "train.resume=a", "optim.lr=1e-4")
-    at = out.index("resume  after step 5")
+    at = out.index("resume  after step 3")
     changes = ["optim.lr was 0.003, is now 0.0001", "the text is another one: its sha256 differs"]
     assert [line.strip() for line in out[at + 1 : at + 3]] == changes
-    assert losses("b") == []
+    assert [step for step, *_ in losses("b")] == [4, 5]
 
 
 def test_a_resumed_run_says_when_tokenizer_or_held_out_documents_are_others(start, text):
@@ -167,7 +171,7 @@ def test_a_resumed_run_says_when_tokenizer_or_held_out_documents_are_others(star
         (text / name).write_text(learnt.state()["json"])
     plan = [*SMALL, "model.vocab_size=280", "train.steps=1", "run.dir=a"]
     assert start(*plan, "data.tokenizer=a.json", "data.valid=0.2")[0] == 0
-    kept = json.loads((text / "a" / "checkpoints" / "step_000001" / "state.json").read_text())["about"]["tokenizer"]
+    kept = json.loads((text / "a" / "checkpoints" / "step_000001" / "metadata.json").read_text())["about"]["tokenizer"]
     assert torch.equal(tokenizer_from(kept).encode("line 7 of"), learnt.encode("line 7 of"))
     for more, told in (
         (["data.tokenizer=b.json", "data.valid=0.2"], []),

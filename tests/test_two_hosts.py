@@ -122,10 +122,10 @@ def test_a_link_cut_for_less_than_the_timeout_changes_nothing(hosts, place):
     assert ended(processes, 100) == [0, 0], "".join(outputs[0] + outputs[1])
     assert before < 24  # the cut fell into the run
     assert not any(line.startswith("step") for line in outputs[1])
-    one = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "scripts" / "train.py"),
-         *PLAN, "run.dir=one"], cwd=place, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    one = subprocess.run([*launch, str(ROOT / "scripts" / "train.py"), *PLAN, "run.dir=one"], cwd=place, capture_output=True,
+                         text=True, env=environment, check=False)  # fmt: skip
     assert one.returncode == 0, one.stderr
     assert losses(place / "two") == losses(place / "one")
 

@@ -204,7 +204,9 @@ def read_manifest(path: Path) -> dict[str, File]:
         )
     value = read_json(path, MANIFEST)
     if isinstance(value, dict) and "format" in value and value["format"] != FORMAT:
-        raise CheckpointError(f"{path}: {MANIFEST} is of format {value['format']!r}; this version of tpattn reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is of format {value['format']!r}; this version of tpattn reads format {FORMAT}"
+        )
     try:
         files = {name: File(**entry) for name, entry in value["files"].items()}
         sound = all(isinstance(f.bytes, int) and isinstance(f.sha256, str) for f in files.values()) and METADATA in files

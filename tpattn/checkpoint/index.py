@@ -1,4 +1,4 @@
-"""What a checkpoint's metadata.json says: the run's state, and in which file each block of each tensor lies. Knows no processes."""
+"""What metadata.json says: the run's state, and in which file each block of each tensor lies. Knows no processes."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ def _about(index: Index) -> dict[str, Any]:
 def _require_unchanged(path: Path, changed: list[str]) -> None:
     if changed:
         raise CheckpointError(
-            f"{path}: the checkpoint is broken: {', '.join(changed)}: the SHA-256 is not that of the bytes that were written; {REMEDY}"
+            f"{path}: the checkpoint is broken: {', '.join(changed)}: the SHA-256 is not that of the bytes that were written; "
+            f"{REMEDY}"
         )
 
 

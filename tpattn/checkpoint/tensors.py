@@ -155,7 +155,9 @@ def options_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             values = value if isinstance(value, (tuple, list)) else [value]
             if not all(x is None or isinstance(x, (bool, int, float, str)) for x in values):
-                raise CheckpointError(f"{type(optimizer).__name__} has the option {key}={value!r}: only numbers and text are saved")
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has the option {key}={value!r}: only numbers and text are saved"
+                )
             options[key] = list(value) if isinstance(value, tuple) else value
         groups.append({"options": options, "parameters": [names[id(p)] for p in group["params"]]})
     return {"class": type(optimizer).__name__, "groups": groups}

@@ -2,7 +2,8 @@
 
 Owns the legal keys and their types (`schema`), turning a command line into a checked `Config` (`load`, `convert`, `check`),
 the run's one folder and its one error message (`run`), making models and layers from a config (`build`), and all that a run
-needs on one mesh (`parts`), also from a checkpoint (`saved`). Nothing below imports this room, and Hydra is imported only when a command line is read.
+needs on one mesh (`parts`), also from a checkpoint (`saved`). Nothing below imports this room, and Hydra is imported only when
+a command line is read.
 """
 
 from tpattn.config.build import build
