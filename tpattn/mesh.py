@@ -171,7 +171,7 @@ class ParallelContext:
         return self._dp_cp_mesh
 
     def group_for_files(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks for one other thread, so that its messages never meet this one's. Collective over the world."""
+        """A gloo group of all ranks for another thread, whose messages then never meet this one's. Collective over the world."""
         self.world.require_open()
         assert self.mesh is not None
         group = dist.new_group(self.mesh.mesh.flatten().tolist(), timeout=timedelta(seconds=self.timeout), backend="gloo")

@@ -173,7 +173,7 @@ def evaluate(
     layout: SequenceLayout | None = None,
     fused_loss: bool = False,
 ) -> float:
-    """Mean loss over the counted tokens of `packed`, in nats, without dropout; the same on every rank and, but for rounding, mesh.
+    """Mean loss over the counted tokens of `packed`, in nats, without dropout; the same on every rank and (up to rounding) mesh.
 
     batch_size  sequences at once over all dp ranks; at least dp
     model       left in training mode when it was
