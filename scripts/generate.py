@@ -78,6 +78,7 @@ def main() -> None:
                 seed=args.seed,
                 end=tokenizer.end,
                 window=cfg.train.seq_len,
+                limit=tokenizer.vocab_size,
                 stop=stopped,
             )
             for token in tokens:

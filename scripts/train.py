@@ -42,7 +42,7 @@ PROMPT, SAMPLE, SAMPLE_SECONDS = 24, 150, 5.0  # tokens of a document, tokens wr
 # What may be another when a run goes on, without a word: it changes no number. (Text and tokenizer are compared themselves.)
 FREE = (
     *("parallel.", "attention.", "run.", "data.path", "data.tokenizer", "train.checkpoint_"),
-    *("train.stop_at", "train.resume", "train.log_every", "train.fused_loss", "train.fsdp"),
+    *("train.stop_at", "train.resume", "train.log_every", "train.valid_", "train.fused_loss", "train.fsdp"),
 )
 
 
@@ -173,6 +173,7 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, s
                 stop=stop,
                 valid=run.valid,
                 valid_every=cfg.train.valid_every,
+                valid_batches=cfg.train.valid_batches,
             )
     finally:
         if record is not None:
@@ -229,6 +230,7 @@ def sample(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[str, str]:
         seed=cfg.train.seed,
         end=tokenizer.end,
         window=cfg.train.seq_len,
+        limit=tokenizer.vocab_size,
         stop=lambda: time.monotonic() > until,
     )
     text = tokenizer.decode([*ids, *new])

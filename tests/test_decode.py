@@ -180,6 +180,17 @@ def test_the_end_is_not_given_out_and_nothing_asked_is_nothing():
     assert alone(n=0) == []
 
 
+def test_ids_from_the_limit_on_are_never_given_out():
+    """As of a vocabulary that is larger than the tokenizer's; the others are drawn as if they were all."""
+    free = alone(n=30, temperature=2.0)
+    limited = alone(n=30, temperature=2.0, limit=9)
+    assert max(free) >= 9 > max(limited)
+    ctx = ParallelContext.single()
+    with torch.no_grad():
+        logits = small(ctx)(torch.tensor(PROMPT)[None])[0, -1, :9].tolist()
+    assert alone(n=1, limit=9) == [logits.index(max(logits))]
+
+
 @ranks(2)
 def test_stop_on_one_rank_ends_it_on_all(rank, world):
     with ParallelContext.from_env(cp=2, timeout=60) as ctx:

@@ -35,6 +35,7 @@ def generate(
     seed: int = 0,
     end: int | None = None,
     window: int | None = None,
+    limit: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
     """The ids of the tokens that follow `tokens`, one at a time; every rank of the mesh calls it alike and takes each of them.
@@ -47,6 +48,7 @@ def generate(
     seed        a draw depends on (seed, its place in the text) alone: a text that is handed in again goes on as it would have
     end         stop at this id, which is not given out; None = never
     window      most tokens the model was trained on: it sees the last `window` of the text; None = all
+    limit       give out ids below it alone: the tokenizer's, where the model's vocabulary is larger; None = all
     stop        asked on every rank before each token; True on any rank ends it on all
     cost        a forward of the text for each token, padded so that ranks have equal shares; sent besides: the last position's
                 logits over tp, and an integer over the mesh, so that ranks cannot differ in what they give out
@@ -68,14 +70,19 @@ def generate(
         for i in there:
             if not _whole(i) or not 0 <= i < vocab_size:
                 raise Unsupported(f"generate: {name} is {i!r}; needed: an id from 0 to {vocab_size - 1}, the model's vocabulary")
-    for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("window", 1 if window is None else window, 1)):
+    limit = vocab_size if limit is None else limit
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 0),
+        ("window", 1 if window is None else window, 1),
+        ("limit", limit, 1),
+    ):
         if not _whole(value) or value < least:
             raise Unsupported(f"generate: {name}={value!r}; needed: a whole number, {least} or more")
     if not _whole(seed):
         raise Unsupported(f"generate: seed={seed!r}; needed: a whole number")
     check_sampling(temperature, top_p)
-    asked = (ids, max_new_tokens, float(temperature), float(top_p), seed, end, window)
-    return _generate(model, ids, asked, ctx, max_new_tokens, float(temperature), float(top_p), seed, end, window, stop)
+    asked = (ids, max_new_tokens, float(temperature), float(top_p), seed, end, window, limit)
+    return _generate(model, ids, asked, ctx, max_new_tokens, float(temperature), float(top_p), seed, end, window, limit, stop)
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
@@ -123,6 +130,7 @@ def _generate(
     seed: int,
     end: int | None,
     window: int | None,
+    limit: int,
     stop: Callable[[], bool] | None,
 ) -> Iterator[int]:
     _check_same(asked, ctx)
@@ -132,6 +140,7 @@ def _generate(
         logits = _last_logits(model, ids if window is None else ids[-window:], ctx)
         own = _NONE
         if logits is not None:
+            logits = logits[:limit]
             own = choose(logits, temperature, top_p, chance) if bool(logits.isfinite().any()) and not _broken(logits) else _BROKEN
         rows = comm.agree([own, int(stop is not None and stop())], ctx.world)
         token = next(row[0] for row in rows if row[0] != _NONE)

@@ -120,6 +120,8 @@ def _train(train: TrainConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield f"train.checkpoint_every={train.checkpoint_every}: needed: 1 or more steps, or 0 for one at the end"
     if train.valid_every < 0:
         yield f"train.valid_every={train.valid_every}: needed: 1 or more steps, or 0 for one at the end"
+    if train.valid_batches < 0:
+        yield f"train.valid_batches={train.valid_batches}: needed: 1 or more batches, or 0 for all"
     if train.checkpoint_keep < 0:
         yield f"train.checkpoint_keep={train.checkpoint_keep}: needed: 1 or more checkpoints, or 0 to keep all"
     if train.stop_at is not None and not 1 <= train.stop_at <= train.steps:

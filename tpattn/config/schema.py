@@ -119,6 +119,7 @@ class TrainConfig:
     checkpoint_every: Annotated[int, "steps between checkpoints; 0 = only one, at the end"] = 0
     checkpoint_keep: Annotated[int, "newest checkpoints that stay when another is on disk; 0 = all"] = 3
     valid_every: Annotated[int, "steps between losses on the held-out documents; 0 = only one, at the end"] = 0
+    valid_batches: Annotated[int, "batches of held-out text that such a loss is measured on, spread over it; 0 = all"] = 16
     resume: Annotated[
         bool | str,
         "auto = continue from this run's newest checkpoint; false = start new; or a checkpoint's path",

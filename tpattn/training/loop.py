@@ -118,6 +118,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     valid: PackedTokens | None = None,
     valid_every: int = 0,
+    valid_batches: int = 0,
 ) -> int:
     """Steps `done` + 1 to `last` of a run; every rank calls it alike.
 
@@ -129,7 +130,8 @@ def train(
     log_every   steps between the lines of `record`; then the ranks also agree on the highest memory
     save        called on every rank with the number of steps made, every `save_every` steps (0 = never) and after the last
     stop        asked before each step; when it says so on any rank, all save, if there is something new, and return
-    valid       text that is held out; its loss is measured (`evaluate`) every `valid_every` steps (0 = never) and after the last
+    valid       text that is held out; its loss is measured (`evaluate`) every `valid_every` steps (0 = never) and after the last,
+                on `valid_batches` batches of it (0 = all)
     returns     the number of steps made, `done` included
     raises      NonFiniteLoss, naming the step
     """
@@ -154,7 +156,7 @@ def train(
         if record is not None:
             record.step(step, loss, norm, speed, memory, comm_share=share if ctx.world.size > 1 else None)
         if valid is not None and (step == last or (valid_every and step % valid_every == 0)):
-            held_out = evaluate(model, valid, batches.batch_size, ctx=ctx, layout=layout, fused_loss=fused_loss)
+            held_out = evaluate(model, valid, batches.batch_size, ctx=ctx, layout=layout, fused_loss=fused_loss, most=valid_batches)
             if record is not None:
                 record.valid(step, held_out)
         if save is not None and (step == last or (save_every and step % save_every == 0)):
@@ -172,10 +174,12 @@ def evaluate(
     ctx: ParallelContext,
     layout: SequenceLayout | None = None,
     fused_loss: bool = False,
+    most: int = 0,
 ) -> float:
     """Mean loss over the counted tokens of `packed`, in nats, without dropout; the same on every rank and (up to rounding) mesh.
 
     batch_size  sequences at once over all dp ranks; at least dp
+    most        batches to take, spread evenly over the text, the same on every mesh and at every call; 0 = all
     model       left in training mode when it was
     """
     decoder: Any = model
@@ -184,8 +188,9 @@ def evaluate(
     total, count = torch.zeros((), dtype=torch.float64), 0
     try:
         batches = ValidBatches(packed, batch_size)
-        for i in range(len(batches)):
-            batch = batches.batch(i, ctx, layout)
+        some = min(most or len(batches), len(batches))
+        for i in range(some):
+            batch = batches.batch(i * len(batches) // some, ctx, layout)
             tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
             total += _loss(decoder, tokens, targets, batch.layout, None, ctx, fused_loss).double().cpu()
             count += int((targets != IGNORE).sum())
