@@ -14,7 +14,7 @@ def small(ctx, grid=None, **options):
     return Transformer(V, 24, 2, ctx=ctx, grid=AttentionGrid(*grid) if grid else "auto", **options)
 
 
-def text():
+def text(document_mask=False):
     """Documents of odd lengths in which a word mostly decides the next; every step trains on other sequences."""
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(3, 40, (90,), generator=g)
@@ -22,7 +22,7 @@ def text():
     for i in range(1, len(stream)):
         if i % 5:
             stream[i] = (3 * stream[i - 1] + 1) % V
-    return Batches(PackedTokens(stream, torch.cumsum(lengths, 0) - lengths, T), B, seed=11)
+    return Batches(PackedTokens(stream, torch.cumsum(lengths, 0) - lengths, T), B, seed=11, document_mask=document_mask)
 
 
 class Curve:

@@ -162,7 +162,7 @@ def test_the_closest_match_is_offered(word, guess):
         ("optim.betas=[0.9", "a list of 2 numbers"),
         ("parallel.sequence_parallel=1", "true or false"),
         ("parallel.sequence_parallel=yes", "true or false"),
-        ("attention.layout=ring", "one of auto, contiguous, zigzag, striped"),
+        ("attention.layout=ring", "one of auto, contiguous, zigzag, striped, balanced"),
         ("attention.transport=null", "one of auto, exchange, rotate"),
         ("model.activation=swish", "one of gelu, relu, silu, swiglu"),
         ("train.resume=true", "auto, false or a checkpoint's path"),

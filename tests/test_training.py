@@ -1,6 +1,7 @@
 """Steps of training: schedule, optimizer, loss curves on every mesh against one process, counting of tokens (C13 to C16)."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -11,9 +12,9 @@ from small_run import Curve, T, V, small, text
 
 import tpattn
 from tpattn import ParallelContext, SequenceLayout, Transformer
-from tpattn.data import IGNORE, Batch, Batches, PackedTokens
+from tpattn.data import IGNORE, Batch, Batches, PackedTokens, ValidBatches, layout_for
 from tpattn.params import sharded_parameters, to_local, whole
-from tpattn.training import NonFiniteLoss, Schedule, adamw, train, train_step
+from tpattn.training import NonFiniteLoss, Schedule, adamw, evaluate, train, train_step
 
 # ------------------------------------------------------------------------------------------------- schedule and optimizer
 
@@ -335,3 +336,102 @@ def test_bfloat16_computation_learns_about_as_well_and_keeps_float32_weights():
     assert all(value.dtype == torch.float32 for value in weights.values())
     close(low[:, 0], high[:, 0], 0.05)
     far(low[:, 0], high[:, 0], 1e-5)
+
+
+# ------------------------------------------------------------------------------------------- documents, held-out text, leaving
+
+
+@functools.cache
+def by_hand(step):
+    """Loss of a step's batch by plain torch: each document of each row alone, in a model of one process."""
+    batches, model = text(document_mask=True), small(ParallelContext.single(), num_heads=6, num_kv_heads=2)
+    batch = batches.share(step)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.documents, strict=True):
+            for piece, target in zip(tokens.split(documents), targets.split(documents), strict=True):
+                loss = torch.nn.functional.cross_entropy(model(piece[None])[0], target, ignore_index=IGNORE, reduction="sum")
+                total, count = total + float(loss), count + int((target != IGNORE).sum())
+    return torch.tensor(total / count, dtype=torch.float64)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("fused_loss", [False, True])
+def test_documents_that_do_not_see_each_other(rank, world, fused_loss):
+    """Every mesh, its layout made for each batch: the loss of the first step is that of the documents one by one; all the steps
+    are those of one process; without the mask they are others."""
+    kind = layout_for("auto", T, world, document_mask=True)
+    with ParallelContext.from_env(dp=1, cp=world, timeout=60) as ctx:
+        rows = {}
+        for mask in (True, False):
+            model, record = small(ctx, num_heads=6, num_kv_heads=2), Curve()
+            layout = kind if mask else SequenceLayout.zigzag(T, world)
+            plan = {"schedule": Schedule(0.03, 9), "layout": layout, "fused_loss": fused_loss}
+            train(model, adamw(model, lr=0.03), text(mask), ctx=ctx, **plan, last=4, record=record)
+            rows[mask] = torch.tensor(record.rows, dtype=torch.float64)
+    close(rows[True][0, 0], by_hand(0), 1e-9)
+    far(rows[False][0, 0], by_hand(0), 1e-4)
+    alone, record = ParallelContext.single(), Curve()
+    model = small(alone, num_heads=6, num_kv_heads=2)
+    train(model, adamw(model, lr=0.03), text(True), ctx=alone, schedule=Schedule(0.03, 9), last=4, record=record)
+    close(rows[True], torch.tensor(record.rows, dtype=torch.float64), 1e-8)
+
+
+def held_out():
+    """7 samples: rows that only fill a batch on every mesh."""
+    packed = text().packed
+    return PackedTokens(packed.stream[: 7 * T + 2], packed.starts[packed.starts < 7 * T], T)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_the_loss_on_held_out_text_is_that_of_one_process(rank, world, axis):
+    """Over all samples, each once; without dropout; the model is left in training mode."""
+    packed, alone = held_out(), ParallelContext.single()
+    model = small(alone, num_heads=6, num_kv_heads=2)
+    tokens, targets = (torch.stack([get(i) for i in range(7)]) for get in (packed.tokens, packed.targets))
+    with torch.no_grad():
+        want = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    with ParallelContext.from_env(**{"dp": 1, axis: world}, timeout=60) as ctx:
+        twin = small(ctx, num_heads=6, num_kv_heads=2, dropout=0.5).train()
+        layout = SequenceLayout.zigzag(T, ctx.cp.size)
+        for batch_size in (4, 5, 9):
+            got = evaluate(twin, ValidBatches(packed, batch_size), ctx=ctx, layout=layout, fused_loss=batch_size == 5)
+            close(torch.tensor(got, dtype=torch.float64), want, 1e-10)
+        some = evaluate(twin, ValidBatches(packed, 4), ctx=ctx, layout=layout, most=1)
+        far(some, want, 1e-4)
+        assert twin.training
+
+
+class Told(Curve):
+    """Also keeps what it is told of held-out text."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def valid(self, step, loss):
+        self.told.append(step)
+
+
+def test_held_out_text_is_looked_at_when_told_and_after_the_last_step():
+    ctx = ParallelContext.single()
+    for every, last, steps in ((0, 3, [3]), (2, 5, [2, 4, 5])):
+        model, record, plan = small(ctx), Told(), {"schedule": Schedule(0.01, 9), "valid": held_out(), "valid_every": every}
+        train(model, adamw(model, lr=0.01), text(), ctx=ctx, **plan, last=last, record=record)
+        assert record.told == steps
+
+
+@ranks(1, 3)
+def test_a_request_to_stop_on_one_rank_ends_all_after_the_same_step_and_saves_once(rank, world):
+    with ParallelContext.from_env(dp=world, timeout=60) as ctx:
+        for every, saved in ((0, [4]), (4, [4]), (3, [3, 4])):
+            asked, seen, model = itertools.count(1), [], small(ctx)
+            made = train(
+                model, adamw(model, lr=0.01), text(), ctx=ctx, schedule=Schedule(0.01, 9), save=seen.append, save_every=every,
+                stop=lambda asked=asked: rank == world - 1 and next(asked) > 4)
+            assert (made, seen) == (4, saved)
+        seen = []
+        assert train(model, adamw(model, lr=0.01), text(), ctx=ctx, schedule=Schedule(0.01, 9), done=2, save=seen.append,
+                     stop=lambda: True) == 2
+        assert seen == []  # nothing new

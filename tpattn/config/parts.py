@@ -9,9 +9,19 @@ import torch
 from tpattn.config.build import build
 from tpattn.config.check import vocabulary
 from tpattn.config.schema import Config, ConfigError
-from tpattn.data import Batches, Corpus, PackedTokens, Prepared, TokenFolder, Tokenizer, layout_for, prepare, tokenizer_sha256
+from tpattn.data import (
+    Batches,
+    Corpus,
+    Layout,
+    PackedTokens,
+    Prepared,
+    TokenFolder,
+    Tokenizer,
+    layout_for,
+    prepare,
+    tokenizer_sha256,
+)
 from tpattn.fsdp import shard
-from tpattn.layout import SequenceLayout
 from tpattn.mesh import ParallelContext
 from tpattn.training import Schedule, adamw, check_same, together
 
@@ -26,7 +36,7 @@ class Parts:
 
     corpus: Corpus | TokenFolder
     batches: Batches
-    layout: SequenceLayout
+    layout: Layout
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -50,8 +60,8 @@ def parts(cfg: Config, ctx: ParallelContext) -> Parts:
     made = together(text, ctx)
     check_same("the text's sha256", made.corpus.sha256, ctx)
     check_same("the tokenizer's sha256", tokenizer_sha256(made.tokenizer), ctx)
-    batches = Batches(made.train, train.batch_size, train.seed)
-    layout = layout_for(cfg.attention.layout, train.seq_len, ctx.cp.size)
+    batches = Batches(made.train, train.batch_size, train.seed, cfg.data.document_mask)
+    layout = layout_for(cfg.attention.layout, train.seq_len, ctx.cp.size, cfg.data.document_mask)
     batches.batch(0, ctx, layout)  # whatever does not fit is found now
     vocab_size = cfg.model.vocab_size or made.tokenizer.vocab_size
     model = build(replace(cfg, model=replace(cfg.model, vocab_size=vocab_size)), ctx)

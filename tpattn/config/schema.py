@@ -39,8 +39,8 @@ class AttentionConfig:
     ring: Annotated[int | Auto, "ranks between which keys and values travel; auto, -1 = what is left"] = "auto"
     merge: Annotated[int | Auto, "ranks whose partial outputs are merged; auto, -1 = what is left"] = "auto"
     layout: Annotated[
-        Literal["auto", "contiguous", "zigzag", "striped"],
-        "which tokens a cp rank holds; auto = zigzag, equal causal work for each rank",
+        Literal["auto", "contiguous", "zigzag", "striped", "balanced"],
+        "which tokens a cp rank holds; auto = zigzag, equal causal work for each rank; balanced with data.document_mask",
     ] = "auto"
     transport: Annotated[
         Literal["auto", "exchange", "rotate"],
@@ -100,6 +100,7 @@ class DataConfig:
         "share of the tokens whose documents are held out for validation; auto = 0.02 of 20 documents or more, else 0",
         "auto or a share from 0 up, below 1",
     ] = "auto"
+    document_mask: Annotated[bool, "tokens see their own document only, though several are packed into a sequence"] = False
 
 
 @dataclass

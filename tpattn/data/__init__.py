@@ -7,7 +7,7 @@ mesh computes its own share without a message. Letters: B sequences in a batch, 
 share of them.
 """
 
-from tpattn.data.batches import Batch, Batches, ValidBatches, layout_for
+from tpattn.data.batches import Batch, Batches, Layout, ValidBatches, layout_for
 from tpattn.data.folder import TokenFolder, check_tokens, is_token_folder, open_tokens, write_tokens
 from tpattn.data.packed import IGNORE, PackedTokens, Selection, held_out
 from tpattn.data.prepare import Prepared, prepare, tokenizer_for
@@ -31,6 +31,7 @@ __all__ = [
     "Corpus",
     "DataError",
     "Document",
+    "Layout",
     "PackedTokens",
     "Prepared",
     "Selection",

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tpattn import comm
-from tpattn.data import IGNORE, Batch, Batches, PackedTokens, ValidBatches
+from tpattn.data import IGNORE, Batch, Batches, Layout, PackedTokens, ValidBatches
 from tpattn.errors import TpattnError
 from tpattn.gradients import clip_grad_norm_, finish_gradients
-from tpattn.layout import SequenceLayout
 from tpattn.loss import token_mean, vocab_parallel_cross_entropy
 from tpattn.mesh import ParallelContext
 from tpattn.params import param_groups, sharded_parameters
@@ -81,10 +80,9 @@ def train_step(
     fused_loss  takes model.loss, which makes no logits: the same up to rounding, in less memory
     raises      NonFiniteLoss on every rank, with `name`, and the weights stay as they were
     """
-    tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
     optimizer.zero_grad(set_to_none=True)
-    total = _loss(model, tokens, targets, batch.layout, key, ctx, fused_loss)
-    loss = token_mean(total, (targets != IGNORE).sum(), ctx=ctx)
+    total, counted = _loss(model, batch, key, ctx, fused_loss)
+    loss = token_mean(total, counted, ctx=ctx)
     loss.backward()
     finish_gradients(model)
     norm = clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
@@ -105,7 +103,7 @@ def train(
     *,
     ctx: ParallelContext,
     schedule: Schedule,
-    layout: SequenceLayout | None = None,
+    layout: Layout | None = None,
     seed: int = 0,
     clip: float | None = 1.0,
     fused_loss: bool = False,
@@ -122,7 +120,7 @@ def train(
 ) -> int:
     """Steps `done` + 1 to `last` of a run; every rank calls it alike.
 
-    layout      which tokens each cp rank holds
+    layout      which tokens each cp rank holds; or a function that makes it for the mask of each batch
     seed        of the dropout; step and sequence are folded in, so a mesh or a resumed run draws the same
     fused_loss  as in `train_step`
     last        None = schedule.steps; the schedule is planned for schedule.steps in any case
@@ -136,6 +134,7 @@ def train(
     raises      NonFiniteLoss, naming the step
     """
     last = schedule.steps if last is None else last
+    held_out = None if valid is None else ValidBatches(valid, batches.batch_size, batches.document_mask)
     model.train()
     saved = done
     for step in range(done + 1, last + 1):
@@ -155,10 +154,10 @@ def train(
         memory = _memory(ctx) if step in (done + 1, last) or step % log_every == 0 else None
         if record is not None:
             record.step(step, loss, norm, speed, memory, comm_share=share if ctx.world.size > 1 else None)
-        if valid is not None and (step == last or (valid_every and step % valid_every == 0)):
-            held_out = evaluate(model, valid, batches.batch_size, ctx=ctx, layout=layout, fused_loss=fused_loss, most=valid_batches)
+        if held_out is not None and (step == last or (valid_every and step % valid_every == 0)):
+            valid_loss = evaluate(model, held_out, ctx=ctx, layout=layout, fused_loss=fused_loss, most=valid_batches)
             if record is not None:
-                record.valid(step, held_out)
+                record.valid(step, valid_loss)
         if save is not None and (step == last or (save_every and step % save_every == 0)):
             save(step)
             saved = step
@@ -168,52 +167,45 @@ def train(
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    packed: PackedTokens,
-    batch_size: int,
+    batches: ValidBatches,
     *,
     ctx: ParallelContext,
-    layout: SequenceLayout | None = None,
+    layout: Layout | None = None,
     fused_loss: bool = False,
     most: int = 0,
 ) -> float:
-    """Mean loss over the counted tokens of `packed`, in nats, without dropout; the same on every rank and (up to rounding) mesh.
+    """Mean loss over the counted tokens of held-out text, without dropout; the same on every rank and (up to rounding) mesh.
 
-    batch_size  sequences at once over all dp ranks; at least dp
     most        batches to take, spread evenly over the text, the same on every mesh and at every call; 0 = all
     model       left in training mode when it was
     """
-    decoder: Any = model
     training = model.training
     model.eval()
     total, count = torch.zeros((), dtype=torch.float64), 0
     try:
-        batches = ValidBatches(packed, batch_size)
         some = min(most or len(batches), len(batches))
         for i in range(some):
             batch = batches.batch(i * len(batches) // some, ctx, layout)
-            tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
-            total += _loss(decoder, tokens, targets, batch.layout, None, ctx, fused_loss).double().cpu()
-            count += int((targets != IGNORE).sum())
+            loss, counted = _loss(model, batch, None, ctx, fused_loss)
+            total += loss.double().cpu()
+            count += int(counted)
     finally:
         model.train(training)
     return float(token_mean(total.to(ctx.device), torch.tensor(count, device=ctx.device), ctx=ctx))
 
 
-def _loss(
-    decoder: Any,
-    tokens: Tensor,
-    targets: Tensor,
-    layout: SequenceLayout | None,
-    key: RandomKey | None,
-    ctx: ParallelContext,
-    fused_loss: bool,
-) -> Tensor:
-    """Sum of the loss over this rank's tokens."""
+def _loss(decoder: Any, batch: Batch, key: RandomKey | None, ctx: ParallelContext, fused_loss: bool) -> tuple[Tensor, Tensor]:
+    """Sum of the loss over this rank's tokens, and their number."""
+    tokens, targets = batch.tokens.to(ctx.device), batch.targets.to(ctx.device)
+    how: dict[str, Any] = {"layout": batch.layout, "key": key}
+    if batch.mask is not None:
+        how["mask"] = batch.mask
     if fused_loss:
-        total: Tensor = decoder.loss(tokens, targets, layout=layout, key=key, ignore_index=IGNORE)
-        return total
-    logits = decoder(tokens, layout=layout, key=key)
-    return vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=decoder.vocab_size, ignore_index=IGNORE)
+        total = decoder.loss(tokens, targets, ignore_index=IGNORE, **how)
+    else:
+        logits = decoder(tokens, **how)
+        total = vocab_parallel_cross_entropy(logits, targets, ctx=ctx, vocab_size=decoder.vocab_size, ignore_index=IGNORE)
+    return total, (targets != IGNORE).sum()
 
 
 def _memory(ctx: ParallelContext) -> int:
