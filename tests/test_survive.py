@@ -71,10 +71,26 @@ ON_ANY = ["start", "init", "forward", "backward", "finish", "step", "write", "sy
 ON_RANK0 = ["draft", "index", "publish", "rename", "renamed", "prune"]
 
 
-def moments():
-    draw = random.Random(5)
-    drawn = [(draw.randrange(2), where, draw.randint(3, STEPS) if where in ON_ANY[2:6] else 1) for where in ON_ANY]
-    return [f"{rank},{where},{count}" for rank, where, count in [*drawn, *((0, where, draw.randint(1, 2)) for where in ON_RANK0)]]
+SAMPLE = "rename"  # of the moments, where there is no --all
+
+
+def moments(more=0):
+    """One for each place, and `more` drawn ones: rank, where, count."""
+    draw, places = random.Random(5), [*ON_ANY, *ON_RANK0]
+    places += [draw.choice(places) for _ in range(more)]
+    drawn = []
+    for where in places:
+        count = draw.randint(3, STEPS) if where in ON_ANY[2:6] else draw.randint(1, 2) if where not in ON_ANY[:2] else 1
+        drawn.append((draw.randrange(2) if where in ON_ANY else 0, where, count))
+    return [",".join(map(str, moment)) for moment in drawn]
+
+
+def pytest_generate_tests(metafunc):
+    """`./scripts/test.sh tests/test_survive.py --all --kills 100` kills at 100 more moments."""
+    if "kill" in metafunc.fixturenames:
+        every = moments(metafunc.config.getoption("--kills"))
+        marked = [pytest.param(m, marks=[] if f",{SAMPLE}," in m else pytest.mark.long) for m in dict.fromkeys(every)]
+        metafunc.parametrize("kill", marked)
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +143,6 @@ def undisturbed(folder):
     return prints(folder / "whole")
 
 
-def _sampled():
-    return [pytest.param(m, marks=[] if m.split(",")[1] in ("backward", "rename") else pytest.mark.long) for m in moments()]
-
-
-@pytest.mark.parametrize("kill", _sampled())
 def test_a_run_that_loses_a_rank_is_restarted_and_ends_with_the_same_bits(folder, undisturbed, tmp_path, kill):
     """SIGKILL at a drawn moment; torchrun --max-restarts 1. At most the steps since the last checkpoint are made again."""
     (tmp_path / "text").symlink_to(folder / "text")

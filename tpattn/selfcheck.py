@@ -31,7 +31,7 @@ from tpattn.params import sharded_parameters, to_local, whole
 LIMIT_SECONDS = 60.0  # for all of it; a machine that is busy needs more than the usual few
 TOLERANCE = 1e-10  # of the largest value, in float64
 _NEEDED = ("torch", "einops", "hydra-core", "lovely-tensors")
-_OPTIONAL = {"tensorboard": "tb"}  # package -> the extra that brings it
+_OPTIONAL = {"tensorboard": "tb", "tokenizers": "hf", "safetensors": "hf"}  # package -> the extra that brings it
 
 
 class CheckFailed(TpattnError, RuntimeError):

@@ -105,21 +105,22 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0: index, manifest, the plain name; then what is older than the `keep` newest goes."""
         files: dict[str, File] = {}
-        entries = dict(self.index.tensors)
-        chunks = {
+        blocks: dict[str, list[Block]] = {}
+        lengths = {
             (name, tuple(chunk.offsets)): tuple(chunk.sizes)
             for name, told in metadata.state_dict_metadata.items()
             for chunk in told.chunks  # type: ignore[union-attr]
         }
         for result in (one for some in results for one in some):
-            name, starts = result.index.fqn, tuple(result.index.offset or ())
-            where = result.storage_data
+            name, starts, where = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
             if where.file_done is not None:
                 files[where.file] = where.file_done
+            blocks.setdefault(name, []).append(Block(where.file, where.place, starts, lengths[name, starts]))
+        entries = dict(self.index.tensors)
+        for name, some in blocks.items():
             told: Any = metadata.state_dict_metadata[name]
             entry = entries.get(name) or Entry(tuple(told.size), _name(told.properties.dtype), ())
-            block = Block(where.file, where.place, starts, chunks[name, starts])
-            entries[name] = replace(entry, blocks=(*entry.blocks, block))
+            entries[name] = replace(entry, blocks=tuple(some))
         self._require_all_seen(files)
         index = replace(self.index, tensors=entries)
         files[disk.METADATA] = disk.write_json(self.draft / disk.METADATA, index.dump())
