@@ -13,6 +13,7 @@ SOURCE is a file or a folder of UTF-8 text. One document is in memory at a time.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -58,7 +59,8 @@ def main() -> None:
             return
         made = make(args.source, args.out, args.tokenizer, 8192 if args.vocab_size is None else args.vocab_size)
         print(made.describe())
-        print(f"next    python scripts/train.py data.path={shlex.quote(args.out)}")
+        script = min(str(ROOT / "scripts" / "train.py"), os.path.relpath(ROOT / "scripts" / "train.py"), key=len)
+        print(f"next    python {shlex.quote(script)} data.path={shlex.quote(args.out)}")
 
 
 def make(source: str, out: str, word: str, vocab_size: int) -> TokenFolder:
@@ -69,6 +71,8 @@ def make(source: str, out: str, word: str, vocab_size: int) -> TokenFolder:
         raise DataError(f"{source}: is a folder of tokens already; needed: text")
     files = TextFiles(source)
     tokenizer: Tokenizer
+    if word not in ("bytes", "train") and not Path(word).exists():
+        raise DataError(f"--tokenizer {word}: needed: bytes, train, or the path of a tokenizer.json, and there is no such file")
     if word == "bytes":
         tokenizer = ByteTokenizer()
     elif word == "train":

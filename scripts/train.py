@@ -64,7 +64,7 @@ def main() -> None:
             with one_message():
                 raise
         if made < last_step(cfg):
-            left_early(made, cfg, ctx, folder)
+            left_early(made, cfg, ctx, folder, stop)
         else:
             finish(cfg, run, ctx, folder, argv)
 
@@ -83,9 +83,20 @@ def the_peers_error_first() -> Iterator[None]:
 def begin(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[Path, int]:
     """The run's folder, and the steps that were made before this start: those of the checkpoint that train.resume means."""
     resume, found = cfg.train.resume, None
-    if isinstance(resume, str) and resume != "auto":  # before a folder is made: it may be a mistake
-        found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx, own_options=True)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+    def load_named() -> None:
+        nonlocal found
+        if isinstance(resume, str) and resume != "auto":
+            found = checkpoint.load(resume, run.model, run.optimizer, ctx=ctx, own_options=True)
+
+    if not restarted:  # before a folder is made: it may be a mistake
+        load_named()
     folder = make_run_dir(cfg, ctx.world.rank, lambda text: from_rank0(text, ctx))
+    if restarted:  # torchrun's next attempt goes on with what the first one made, wherever that had begun
+        if from_rank0(str(checkpoint.newest(folder / checkpoint.FOLDER) or ""), ctx):
+            resume = "auto"
+        load_named()
     if resume == "auto":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # told below
@@ -180,11 +191,12 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, s
             record.close()
 
 
-def left_early(made: int, cfg: Config, ctx: ParallelContext, folder: Path) -> None:
+def left_early(made: int, cfg: Config, ctx: ParallelContext, folder: Path, stop: StopSignal) -> None:
     """What a run says that was told to stop."""
     if ctx.world.rank == 0:
         saved = f", saved after step {made}" if made else ""
-        print(f"stopped by SIGTERM{saved}; the same command with run.dir={shlex.quote(shown(folder))} goes on")
+        words = f"run.dir={shlex.quote(shown(folder))}" + (" train.resume=auto" if cfg.train.resume != "auto" else "")
+        print(f"stopped by {stop.name}{saved}; the same command with {words} goes on")
 
 
 def finish(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, argv: list[str]) -> None:
@@ -211,7 +223,7 @@ def finish(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, argv: li
     if last_step(cfg) < cfg.train.steps:
         words.append(f"run.dir={shown(folder)}")
     else:
-        words = [word for word in words if not word.startswith("data")] + ["data.path=FILE_OR_FOLDER"]
+        words = [word for word in words if not word.startswith(("data=", "data.path="))] + ["data.path=FILE_OR_FOLDER"]
     print(f"next    {start} {shlex.quote(shown(script))} {shlex.join(words)}")
 
 
@@ -236,7 +248,7 @@ def sample(cfg: Config, run: Parts, ctx: ParallelContext) -> tuple[str, str]:
     text = tokenizer.decode([*ids, *new])
     lines = ["".join(c if c.isprintable() else "\ufffd" for c in line.expandtabs(4)) for line in text.splitlines()]
     cut = [piece for line in lines for piece in (textwrap.wrap(line, 90, drop_whitespace=False) or [""])]
-    return tokenizer.decode(ids).partition("\n")[0].strip(" \t-"), "\n        ".join(cut).strip()
+    return (tokenizer.decode(ids).strip().splitlines() or [""])[0].strip(" \t-"), "\n        ".join(cut).strip()
 
 
 def summary(cfg: Config, folder: Path) -> Iterator[str]:

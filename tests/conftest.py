@@ -9,7 +9,7 @@ pytest_plugins = ["pool"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=0, help="as many more drawn moments at which tests/test_survive.py kills a rank")
+    parser.addoption("--kills", type=int, default=0, help="so many more drawn moments at which test_survive.py kills a rank")
     parser.addoption("--all", action="store_true", help="also the tests marked long, every sample(n), more hypothesis examples")
 
 

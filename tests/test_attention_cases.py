@@ -109,6 +109,7 @@ def test_gradcheck_with_every_option(rank, world):
 # ---- masks -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @ranks(2, 4)
 def test_no_nan_where_a_whole_step_is_masked(rank, world):
     """C19: causal, T=8, every grid: no nan in output or gradients; rows masked for all keys give 0 and gradients 0."""
@@ -168,6 +169,7 @@ def test_a_layer_honours_a_window_as_a_table(rank, world):
             far(out, alone(x, mask=masks.causal())[:, p])
 
 
+@pytest.mark.sample(1)
 @ranks(2, 4)
 def test_uneven_lengths_by_hand(rank, world):
     """C21: T=7, K=0, V=[1,1,1,1,2,2,2]: each row is 10/7; a pad token of 100 behind a padding mask changes nothing."""
@@ -261,6 +263,7 @@ class Poisoned:
         return x.fill_(0x7F if x.dtype == torch.uint8 else 1e30)
 
 
+@pytest.mark.sample(1)
 @ranks(3, 4)
 def test_uneven_shares_leave_no_trace_of_the_buffers(rank, world):
     """C24: T=10 on 4 ranks and T=7 on 3, every grid and layout, with receive buffers full of 1e30."""

@@ -104,6 +104,11 @@ def _first(index):
     return next(entry for name, entry in index["tensors"].items() if name.startswith("model.") and entry["blocks"])
 
 
+def _state(index):
+    """A state of the optimizer."""
+    return next(entry for name, entry in index["tensors"].items() if name.endswith(".exp_avg"))
+
+
 def _deep(path):
     text = "[" * 100_000 + "]" * 100_000
     (path / "metadata.json").write_text(text)
@@ -133,6 +138,13 @@ HOSTILE = {
     "a key that is unknown": lambda index, files: index.update(run="rm"),
     "no tensors": lambda index, files: index.pop("tensors"),
     "an optimizer that is none": lambda index, files: index.update(optimizer={"class": "AdamW", "groups": [1]}),
+    "an empty block": lambda index, files: _first(index)["blocks"].insert(0, {**_first(index)["blocks"][0], "lengths": [0, 1]}),
+    "a shape that overflows": lambda index, files: _state(index).update(shape=[2**40, 2**40, 0], blocks=[]),
+    "a shape of strange numbers": lambda index, files: _state(index).update(shape=[2**63, 0], blocks=[]),
+    "another step than the folder's": lambda index, files: index.update(step=77),
+    "a step below 0": lambda index, files: index.update(step=-5),
+    "a step that is true": lambda index, files: index.update(step=True),
+    "parameters that are no names": lambda index, files: index["optimizer"]["groups"][0].update(parameters=[[1]]),
 }
 
 
@@ -141,6 +153,62 @@ def test_a_checkpoint_made_to_harm_is_refused(sound, kind):
     """With sizes and hashes that fit, as an attacker would make it."""
     rewrite(sound.path, HOSTILE[kind])
     refused(sound, "the checkpoint is broken")
+
+
+def _options(**changed):
+    return lambda index, files: [group["options"].update(changed) for group in index["optimizer"]["groups"]]
+
+
+UNFIT = {
+    "betas that are a number": _options(betas=3),
+    "betas of three": _options(betas=[0.9, 0.9, 0.9]),
+    "a learning rate that is text": _options(lr="1"),
+    "a learning rate that is none": _options(lr=None),
+    "a learning rate that is nan": _options(lr=math.nan),
+    "options named params": _options(params=[1, 2]),
+    "an option that is none": _options(other=1),
+}
+
+
+def _numel(index):
+    return math.prod(_state(index)["shape"])
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_options_made_to_harm_are_refused_before_anything_changes(sound, kind):
+    """With sizes and hashes that fit: what the optimizer cannot be given is found first."""
+    rewrite(sound.path, UNFIT[kind])
+    before = sound.weights()
+    options = [{k: v for k, v in group.items() if k != "params"} for group in sound.optimizer.param_groups]
+    with pytest.raises(CheckpointError, match=f"^{sound.path}: the optimizer's "):
+        load(sound.path, sound.model, sound.optimizer, ctx=sound.ctx)
+    assert all(torch.equal(a, b) for a, b in zip(before, sound.model.parameters(), strict=True))
+    assert [{k: v for k, v in group.items() if k != "params"} for group in sound.optimizer.param_groups] == options
+
+
+def test_a_random_state_that_is_none_is_refused_before_anything_changes(sound):
+    index = json.loads((sound.path / "metadata.json").read_text())
+    block = index["tensors"]["random.cpu.0"]["blocks"][0]
+    raw = bytearray((sound.path / BIN).read_bytes())
+    raw[block["place"] : block["place"] + block["lengths"][0]] = b"\xff" * block["lengths"][0]
+    (sound.path / BIN).write_bytes(raw)
+    rewrite(sound.path, lambda index, files: None)
+    with torch.no_grad():
+        next(sound.model.parameters()).add_(1)
+    changed, state = sound.weights(), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match="random.cpu.0 is no state of torch's generator"):
+        load(sound.path, sound.model, sound.optimizer, ctx=sound.ctx)
+    assert all(torch.equal(a, b) for a, b in zip(changed, sound.model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    load(sound.path, sound.model, ctx=sound.ctx)  # the weights alone are sound
+    assert not torch.equal(next(sound.model.parameters()), changed[0])
+
+
+def test_state_of_another_kind_is_refused(sound):
+    rewrite(sound.path, lambda index, files: _state(index).update(dtype="complex64", shape=[_numel(index) // 2], blocks=[
+        {**_state(index)["blocks"][0], "starts": [0], "lengths": [_numel(index) // 2]}]))
+    with pytest.raises(CheckpointError, match="the optimizer's exp_avg of .* no state of it"):
+        load(sound.path, sound.model, sound.optimizer, ctx=sound.ctx)
 
 
 def test_a_pickle_among_the_files_is_never_opened(sound, tmp_path):
@@ -217,7 +285,7 @@ def test_older_ones_go_when_the_new_one_is_there(sound):
     for step, keep, left in ((3, 2, [2, 3]), (4, 0, [2, 3, 4]), (1, 1, [1, 4]), (5, 1, [5])):
         save(sound.folder, sound.model, None, ctx=sound.ctx, step=step, keep=keep)
         assert [int(p.name[5:]) for p in sorted(sound.folder.iterdir())] == left
-    with pytest.raises(CheckpointError, match="step=6, keep=-1: needed: numbers from 0 on"):
+    with pytest.raises(CheckpointError, match="keep=-1: needed: a whole number from 0 on"):
         save(sound.folder, sound.model, None, ctx=sound.ctx, step=6, keep=-1)
 
 
@@ -252,3 +320,47 @@ def test_a_checkpoint_of_the_old_format_is_named(tmp_path):
     (tmp_path / "step_000001" / "state.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(CheckpointError, match="in a format with pickles, which is not read"):
         read_about(Path(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("step", "keep"), [(4.0, 0), (1.5, 0), (10**18, 0), ("3", 0), (None, 0), (True, 0), (-1, 0), (3, 1.5), (3, None)]
+)
+def test_steps_and_numbers_that_are_none_are_refused(sound, step, keep):
+    with pytest.raises(CheckpointError, match="(step|keep)=.*: needed: a whole number from 0 on"):
+        save(sound.folder, sound.model, None, ctx=sound.ctx, step=step, keep=keep)
+    assert len(list(sound.folder.iterdir())) == 2
+
+
+def test_a_view_that_could_not_be_filled_again_is_refused_and_a_conjugate_one_is_saved(tmp_path):
+    ctx = ParallelContext.single()
+    model = small(ctx)
+    model.register_buffer("shown", torch.ones(1, 3).expand(4, 3))
+    with pytest.raises(CheckpointError, match="shown is an expanded view, .* make it .contiguous"):
+        save(tmp_path, model, None, ctx=ctx, step=1)
+    model.shown = torch.tensor([1 + 2j, 3j]).conj()
+    save(tmp_path, model, None, ctx=ctx, step=1)
+    other = small(ctx)
+    other.register_buffer("shown", torch.zeros(2, dtype=torch.complex64))
+    load(tmp_path, other, ctx=ctx)
+    assert other.shown.tolist() == [1 - 2j, -3j]
+
+
+def test_leftovers_of_any_kind_are_no_obstacle(sound):
+    """Files and links where folders are meant; an empty folder does not hide the one that stands aside."""
+    (sound.folder / "step_000003.draft").write_text("")
+    (sound.folder / "step_000004.draft").symlink_to("nowhere")
+    (sound.folder / "step_000001.removed").write_text("")
+    for step in (3, 4):
+        save(sound.folder, sound.model, None, ctx=sound.ctx, step=step, keep=2)
+    assert [p.name for p in sorted(sound.folder.iterdir())] == ["step_000003", "step_000004"]
+    (sound.folder / "step_000004").rename(sound.folder / "step_000004.replaced")
+    (sound.folder / "step_000004").mkdir()
+    assert load_latest(sound.folder, sound.model, ctx=sound.ctx)["step"] == 4
+    save(sound.folder, sound.model, None, ctx=sound.ctx, step=4)
+    assert [p.name for p in sorted(sound.folder.iterdir())] == ["step_000003", "step_000004"]
+    (sound.folder / "step_000005").mkdir()
+    with pytest.warns(CheckpointWarning, match="step_000005: was not finished"):
+        assert load_latest(sound.folder, sound.model, ctx=sound.ctx)["step"] == 4
+    (sound.folder / "a file").write_text("")
+    with pytest.raises(CheckpointError, match="a file: is a file; needed: the folder"):
+        load_latest(sound.folder / "a file", sound.model, ctx=sound.ctx)

@@ -180,6 +180,7 @@ with one_message():
 """
 
 
+@pytest.mark.long
 def test_c55_c56_torchrun_with_delayed_ranks_makes_one_folder_finds_it_after_a_restart_and_prints_a_mistake_once(tmp_path):
     """The real thing: rank 1 starts late and fails once; after the restart, rank 0 is the later one to see the mistake."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -104,6 +104,42 @@ def test_a_fault_is_raised_by_the_next_call_once_and_the_runs_own_error_first(tm
         saver.save(model, optimizer, step=5)
 
 
+def test_two_savers_on_one_folder_do_not_mix(tmp_path, slow_files):
+    """The second says what is wrong, and the first one's draft stays."""
+    ctx = ParallelContext.single()
+    model, optimizer = make(ctx)
+    one, two = Saver(tmp_path, ctx=ctx), Saver(tmp_path, ctx=ctx)
+    one.save(model, optimizer, step=1)
+    while not (tmp_path / "step_000001.draft").exists():
+        time.sleep(0.01)
+    two.save(model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match="another save is writing there"):
+        two.wait()
+    slow_files.set()
+    one.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+    assert read_tensors(tmp_path / "step_000001")
+
+
+def test_the_folder_is_that_of_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ctx = ParallelContext.single()
+    model, optimizer = make(ctx)
+    with Saver("here", ctx=ctx) as saver:
+        (tmp_path / "sub").mkdir()
+        monkeypatch.chdir(tmp_path / "sub")
+        assert saver.save(model, optimizer, step=1) == tmp_path / "here" / "step_000001"
+
+
+def test_switches_that_decide_which_state_there_is_must_be_as_they_were(tmp_path):
+    ctx = ParallelContext.single()
+    model, optimizer = make(ctx)
+    save(tmp_path, model, optimizer, ctx=ctx, step=1)
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointError, match="the optimizer's amsgrad was False, is now True"):
+        load(tmp_path, model, other, ctx=ctx, own_options=True)
+
+
 @ranks(2, 4)
 def test_ranks_save_while_their_own_messages_go_on(rank, world, tmp_path):
     """The saver's messages and the run's never meet: 40 sums while 4 saves are written."""

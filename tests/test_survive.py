@@ -228,6 +228,20 @@ def test_sigterm_on_one_process_at_any_moment(place, moment):
     assert saved[1] is None or (place / "run" / "checkpoints" / f"step_{int(saved[1]):06}").exists()
 
 
+@pytest.mark.long
+def test_ctrl_c_saves_and_leaves_and_a_second_one_later_ends_at_once(place):
+    for again in (False, True):
+        process, lines, until = started(place, 1, *PLAN[:3], f"run.dir=c{again}", "train.steps=100000", single=True)
+        until(r"^step +1/")
+        if again:  # while it cannot come to the end of its step
+            os.kill(process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        if again:
+            os.kill(process.pid, signal.SIGCONT)
+        code = process.wait(60)
+        assert code == 0 and until(r"^stopped by Ctrl-C, saved after step (\d+)"), "".join(lines)
+
+
 # -------------------------------------------------------------------------------------------------------------------- SIGSTOP
 
 

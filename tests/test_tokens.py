@@ -345,7 +345,7 @@ def test_the_script_trains_a_tokenizer_that_another_folder_takes(texts, tmp_path
         (["nowhere", "out"], "data.path=nowhere: no such file or folder"),
         (["texts", "texts"], "texts: is there already"),
         (["tokens", "out"], "tokens: is a folder of tokens already"),
-        (["texts", "out", "--tokenizer", "no.json"], "no.json: cannot read the file"),
+        (["texts", "out", "--tokenizer", "no.json"], "--tokenizer no.json: needed: bytes, train, or the path"),
         (["texts/latin1.txt", "out"], "not UTF-8 (byte 0xef at offset 2)"),
         (["texts"], "needed: SOURCE and OUT, or --check FOLDER"),
         (["texts", "out", "--vocab-size", "300"], "--vocab-size is for --tokenizer train"),

@@ -163,6 +163,18 @@ def test_checkpoints_every_few_steps_and_resuming_from_one_by_its_path(start, te
     assert [step for step, *_ in losses("b")] == [4, 5]
 
 
+@pytest.mark.parametrize("resume", ["a/checkpoints/step_000002", "false"])
+def test_torchruns_next_attempt_goes_on_with_its_own_run(start, text, monkeypatch, resume):
+    """Not anew from the checkpoint, or the start, that the command names: nothing is set aside, no step is made twice."""
+    assert start(*SMALL, "run.dir=a", "train.steps=4", "train.checkpoint_every=2")[0] == 0
+    plan = [*SMALL, "run.dir=b", "train.steps=4", f"train.resume={resume}", "train.checkpoint_every=1"]
+    assert start(*plan, "train.stop_at=3")[0] == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    status, out, _ = start(*plan)
+    assert status == 0 and "resume  after step 3" in out and not any("set aside" in line for line in out)
+    assert losses("b")[-1] == losses("a")[-1]
+
+
 def test_a_resumed_run_says_when_tokenizer_or_held_out_documents_are_others(start, text):
     """Compared by what the tokenizer is, not by its place; a checkpoint carries it."""
     pytest.importorskip("tokenizers", reason='needs the extra hf: pip install "tpattn[hf]"')

@@ -13,6 +13,7 @@ in for, counted until that is in place; .removed is on its way out.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -66,7 +67,7 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
     found: dict[int, Path] = {}
     for path in sorted(Path(folder).absolute().glob("step_*"), reverse=True):  # .replaced before the plain name, which wins
         step = step_of(path if path.suffix != ".replaced" else path.with_suffix(""))
-        if step is not None and path.is_dir():
+        if step is not None and (path / MANIFEST).exists():
             found[step] = path
     return [path for _, path in sorted(found.items(), reverse=True)]
 
@@ -77,17 +78,22 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
     return found[0] if found else None
 
 
-def drafts(folder: str | os.PathLike[str]) -> list[Path]:
-    """What was begun in `folder` and never finished, newest first."""
-    found = [(step, path) for path in Path(folder).absolute().glob("step_*.draft") if (step := step_of(path.with_suffix("")))]
-    return [path for _, path in sorted(found, reverse=True)]
+def unfinished(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """(step, folder) of what in `folder` is named as a checkpoint, or a draft of one, and has no manifest; newest first."""
+    found = []
+    for path in Path(folder).absolute().glob("step_*"):
+        step = step_of(path if path.suffix != ".draft" else path.with_suffix(""))
+        if step is not None and not (path / MANIFEST).exists():
+            found.append((step, path))
+    return sorted(found, reverse=True)
 
 
 def choose(path: Path) -> Path:
     """The checkpoint that `path` means: itself, the newest of a folder of them, or of a run's folder."""
     if (path / MANIFEST).exists() or step_of(path) is not None:
         return path
-    return newest(path) or newest(path / FOLDER) or path
+    broken = [p for p in (path, path / FOLDER) for _, p in unfinished(p) if p.suffix != ".draft"]
+    return newest(path) or newest(path / FOLDER) or (broken or [path])[0]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------------
@@ -103,13 +109,49 @@ def write_json(path: Path, value: Any) -> File:
     return File(len(raw), digest(raw))
 
 
-def begin(draft: Path) -> None:
-    """A new empty folder for a draft; what a killed run left under the name goes, and so does what was on its way out."""
-    if draft.exists():
+def begin(draft: Path) -> int | None:
+    """A new empty folder for a draft; what a killed run left under the name goes, and so does what was on its way out.
+
+    returns     a file number whose lock keeps others from the draft until it is closed; None where the system has no such locks
+    raises      OSError, also when another save is writing there
+    """
+    if draft.exists() and not draft.is_symlink() and draft.is_dir():
+        lock = _lock(draft)
         shutil.rmtree(draft)
+        if lock is not None:
+            os.close(lock)
+    elif os.path.lexists(draft):
+        draft.unlink()
     draft.mkdir(parents=True)
     for path in draft.parent.glob("step_*.removed"):
+        _delete(path)
+    return _lock(draft)
+
+
+def _lock(folder: Path) -> int | None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise OSError("another save is writing there; use one Saver for a folder, and another folder for another run") from None
+    except OSError:  # a file system without locks
+        os.close(number)
+        return None
+    return number
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, a file or a link, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def publish(draft: Path, final: Path, files: Mapping[str, File]) -> None:
@@ -117,13 +159,15 @@ def publish(draft: Path, final: Path, files: Mapping[str, File]) -> None:
     write_json(draft / MANIFEST, {"format": FORMAT, "files": {name: asdict(file) for name, file in sorted(files.items())}})
     sync(draft)
     aside = final.with_name(final.name + ".replaced")
-    if final.exists():
-        if aside.exists():
+    if (final / MANIFEST).exists():
+        if os.path.lexists(aside):
             _remove(aside)
         final.rename(aside)
+    elif os.path.lexists(final):  # no checkpoint, and one that stands aside may be needed still
+        _remove(final)
     draft.rename(final)
     sync(final.parent)
-    if aside.exists():
+    if os.path.lexists(aside):
         _remove(aside)
 
 
@@ -131,7 +175,8 @@ def prune(folder: Path, keep: int, spare: Path) -> None:
     """Remove all complete checkpoints but the newest `keep` (0 = all stay) and `spare`."""
     for path in complete(folder)[keep:] if keep else []:
         if path != spare:
-            _remove(path)
+            with contextlib.suppress(OSError):  # the new one is there; the next save tries again
+                _remove(path)
 
 
 def set_aside(folder: str | os.PathLike[str], after: int) -> list[Path]:
@@ -150,10 +195,9 @@ def set_aside(folder: str | os.PathLike[str], after: int) -> list[Path]:
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that a half removed one is never taken for one."""
     out = path.with_name(path.name + ".removed")
-    if out.exists():
-        shutil.rmtree(out, ignore_errors=True)
+    _delete(out)
     path.rename(out)
-    shutil.rmtree(out, ignore_errors=True)
+    _delete(out)
 
 
 def sync(folder: Path) -> None:
@@ -173,8 +217,8 @@ def json_values(value: Any) -> Any:
     """
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"about={value!r}: {error}; only JSON values can be kept") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"about={str(value)[:200]}: {error}; only JSON values can be kept") from None
 
 
 def digest(raw: bytes) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tpattn.checkpoint.files import FORMAT, METADATA, REMEDY, CheckpointError, File, read_json
+from tpattn.checkpoint.files import FORMAT, METADATA, REMEDY, CheckpointError, File, read_json, step_of
 
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -67,7 +67,7 @@ def read_index(path: Path, files: Mapping[str, File]) -> Index:
             raise ValueError("another format than the manifest's")
         tensors = {name: _entry(name, entry, files) for name, entry in value.pop("tensors").items()}
         index = Index(tensors=tensors, **value)
-        _check_types(index)
+        _check_types(index, step_of(path if path.suffix != ".replaced" else path.with_suffix("")))
         _check_places(index, files)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path}: the checkpoint is broken: {METADATA}: {error}; {REMEDY}") from error
@@ -76,13 +76,16 @@ def read_index(path: Path, files: Mapping[str, File]) -> Index:
     return index
 
 
-def _check_types(index: Index) -> None:
-    kinds = [(index.step, int), (index.mesh, dict), (index.versions, dict), (index.about, dict)]
-    if any(not isinstance(value, kind) for value, kind in kinds):
+def _check_types(index: Index, named: int | None) -> None:
+    kinds = [(index.mesh, dict), (index.versions, dict), (index.about, dict)]
+    if type(index.step) is not int or any(not isinstance(value, kind) for value, kind in kinds):
         raise ValueError("step, mesh, versions or about is of another kind")
+    if named is not None and index.step != named:
+        raise ValueError(f"step is {index.step}, not that of the folder's name")
     if index.optimizer is not None:
         groups = index.optimizer["groups"]
-        if not all(isinstance(group["options"], dict) and isinstance(group["parameters"], list) for group in groups):
+        words = [index.optimizer["class"], *(name for group in groups for name in group["parameters"])]
+        if not all(isinstance(group["options"], dict) for group in groups) or not all(isinstance(w, str) for w in words):
             raise ValueError("the optimizer's groups are of another kind")
 
 
@@ -92,7 +95,11 @@ def _entry(name: str, value: Mapping[str, Any], files: Mapping[str, File]) -> En
     numbers = [*shape, *(n for b in blocks for n in (b.place, *b.starts, *b.lengths))]
     if dtype not in DTYPES or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"{name} has no shape, dtype or place")
+    if math.prod(n for n in shape if n) >= 2**62:
+        raise ValueError(f"{name} is too large")
     for block in blocks:
+        if 0 in block.lengths:
+            raise ValueError(f"{name} has an empty block")
         if not len(block.starts) == len(block.lengths) == len(shape):
             raise ValueError(f"{name} has a block of another number of dims")
         if any(start + length > size for start, length, size in zip(block.starts, block.lengths, shape, strict=True)):

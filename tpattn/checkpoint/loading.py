@@ -15,7 +15,7 @@ from tpattn.checkpoint import files as disk
 from tpattn.checkpoint.files import REMEDY, CheckpointError
 from tpattn.checkpoint.index import Index, read_index
 from tpattn.checkpoint.saving import processes
-from tpattn.checkpoint.tensors import in_blocks, put, restored_options, targets_of
+from tpattn.checkpoint.tensors import in_blocks, put, restored_options, saved_random_states, targets_of
 from tpattn.mesh import ParallelContext
 from tpattn.training import first_fault, from_rank0
 
@@ -60,8 +60,15 @@ def load_latest(
     returns     as `load`, and skipped: for each newer one that was passed over, why. Rank 0 warns of them too
     raises      CheckpointError on every rank: there are checkpoints, but none is sound; or the one that is does not fit
     """
-    found = {"complete": [str(p) for p in disk.complete(folder)], "drafts": [str(p) for p in disk.drafts(folder)]}
+    folder = Path(folder).absolute()
+    found = {
+        "file": folder.exists() and not folder.is_dir(),
+        "complete": [str(p) for p in disk.complete(folder)],
+        "unfinished": [(step, str(p)) for step, p in disk.unfinished(folder)],
+    }
     found = json.loads(from_rank0(json.dumps(found), ctx))
+    if found["file"]:
+        raise CheckpointError(f"{folder}: is a file; needed: the folder in which checkpoints are")
     skipped = []
     for path in map(Path, found["complete"]):
         try:
@@ -69,14 +76,13 @@ def load_latest(
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        begun = [p for p in map(Path, found["drafts"]) if (disk.step_of(p.with_suffix("")) or 0) > index.step]
-        skipped = [f"{p}: was not finished" for p in begun] + skipped
+        skipped = [f"{p}: was not finished" for step, p in found["unfinished"] if step > index.step] + skipped
         if skipped and ctx.world.rank == 0:
             text = "; ".join(skipped)
             warnings.warn(f"{path} is taken, since newer ones cannot be: {text}", CheckpointWarning, stacklevel=2)
         return {**_fill(path, index, model, optimizer, ctx, own_options), "skipped": skipped}
     if skipped:
-        raise CheckpointError(f"{Path(folder).absolute()}: no checkpoint in it is sound: {'; '.join(skipped)}")
+        raise CheckpointError(f"{folder}: no checkpoint in it is sound: {'; '.join(skipped)}")
     return None
 
 
@@ -139,20 +145,21 @@ def _fill(
 
     from tpattn.checkpoint import storage
 
-    tensors, options, fault = {}, [], ""
+    tensors, options, random, fault = {}, [], {}, ""
+    reader = storage.Reader(path, index)
     try:
-        tensors = targets_of(path, index, model, optimizer, ctx)
-        if optimizer is not None and not own_options:
-            options = restored_options(path, index.optimizer or {"groups": []}, model, optimizer)
+        tensors = targets_of(path, index, model, optimizer)
+        if optimizer is not None:
+            options = restored_options(path, index.optimizer or {"groups": []}, model, optimizer, own_options)
+            random = saved_random_states(path, index, ctx, reader.whole)
     except CheckpointError as error:
         fault = str(error)
     fault = first_fault(fault, ctx)
     if fault:
         raise CheckpointError(fault)
     blocks = in_blocks(tensors, model, ctx)
-    reader = storage.Reader(path, index)
     storage.quiet_without_group()
     storage.run(lambda: dcp.load(blocks, storage_reader=reader, **processes(ctx)), f"{path}: cannot be read")
     if optimizer is not None:
-        put(optimizer, model, tensors, options)
+        put(optimizer, model, {**tensors, **random}, options)
     return _about(index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -60,7 +59,7 @@ class Saver:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, ctx: ParallelContext, keep: int = 0) -> None:
-        self.folder, self.ctx, self.keep = Path(folder), ctx, keep
+        self.folder, self.ctx, self.keep = Path(folder).absolute(), ctx, keep
         self._group = ctx.group_for_files() if ctx.world.size > 1 else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -137,10 +136,8 @@ class _Job:
                 lambda: dcp.save(self.blocks, storage_writer=writer, **processes(self.ctx, group)),
                 f"{self.final}: cannot be written",
             )
-        except CheckpointError:
-            if self.ctx.world.rank == 0:
-                shutil.rmtree(writer.draft, ignore_errors=True)  # a full disk stays no fuller than it was
-            raise
+        finally:
+            writer.close()
 
 
 def _prepare(
@@ -153,8 +150,11 @@ def _prepare(
     keep: int,
     copy: bool,
 ) -> _Job:
-    if step < 0 or keep < 0:
-        raise CheckpointError(f"step={step}, keep={keep}: needed: numbers from 0 on")
+    for name, number in (("step", step), ("keep", keep)):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 10**18:
+            raise CheckpointError(f"{name}={number!r}: needed: a whole number from 0 on, below 10**18")
+    if about is not None and not isinstance(about, Mapping):
+        raise CheckpointError(f"about={about!r}: needed: a mapping of names to JSON values")
     tensors = tensors_of(model, optimizer, ctx)
     index = Index(
         step=step,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -61,6 +62,8 @@ class Writer(StorageWriter):
     def __init__(self, final: Path, rank: int, index: Index, keep: int = 0) -> None:
         self.final, self.rank, self.index, self.keep = final, rank, index, keep
         self.draft = final.with_name(final.name + ".draft")
+        self._lock: int | None = None
+        self._began = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from an earlier save."""
@@ -68,7 +71,15 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Rank 0 makes the draft's folder."""
         if is_coordinator:
-            disk.begin(self.draft)
+            self._lock = disk.begin(self.draft)
+            self._began = True
+
+    def close(self) -> None:
+        """After success and failure: what this writer began and did not finish goes, so that a full disk stays no fuller."""
+        if self._began:
+            shutil.rmtree(self.draft, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As it is."""
@@ -175,6 +186,17 @@ class Reader(StorageReader):
         self._mapped.clear()
         return _done()
 
+    def whole(self, name: str) -> Tensor:
+        """A tensor put together from its blocks, for small ones that must be seen before others are read."""
+        entry = self.index.tensors[name]
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for block in entry.blocks:
+            place = made
+            for dim, (start, length) in enumerate(zip(block.starts, block.lengths, strict=True)):
+                place = place.narrow(dim, start, length)
+            place.copy_(self._block(MetadataIndex(name, block.starts)))
+        return made
+
     def _block(self, index: MetadataIndex) -> Tensor:
         entry = self.index.tensors[index.fqn]
         block = next(b for b in entry.blocks if index.offset is None or b.starts == tuple(index.offset))
@@ -192,7 +214,7 @@ class Reader(StorageReader):
 
 
 def _bytes_of(data: Any) -> memoryview:
-    x = data.detach().to("cpu").contiguous()
+    x = data.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return memoryview(x.reshape(-1).view(torch.uint8).numpy())
 
 

@@ -6,7 +6,8 @@ optimizer get them back. Files are another room's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ from tpattn.params import block_of, data_dim, reshard, sharded_parameters, to_lo
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"  # first words of the tensors' names
 _SHOWN = 4
+_STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8)
+_HOW = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # options of how, not what, an optimizer computes: always the caller's
 
 
 class OwnBlock(Tensor):
@@ -97,6 +105,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, ctx: P
     """
     reshard(model)
     tensors = {f"{MODEL}.{name}": x.detach() for name, x in _model_tensors(model).items()}
+    for name, x in tensors.items():
+        local = to_local(x)
+        if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+            raise CheckpointError(f"{name[6:]} is an expanded view, which could not be filled again; make it .contiguous()")
     if optimizer is not None:
         _require_ours(model, optimizer)
         for name, p in model.named_parameters():
@@ -150,7 +162,7 @@ def options_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
     for group in optimizer.param_groups:
         options = {}
         for key, value in group.items():
-            if key == "params":
+            if key == "params" or key in _HOW:
                 continue
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             values = value if isinstance(value, (tuple, list)) else [value]
@@ -164,11 +176,14 @@ def options_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dic
 
 
 def restored_options(
-    path: Path, saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path, saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, own: bool
 ) -> list[dict[str, Any]]:
     """For each group of the optimizer what its options were; by parameter, since another mesh groups them otherwise.
 
-    raises      CheckpointError where the parameters of one group had different options, or were not in the optimizer
+    own         True: the caller's stay, so nothing is given back, but switches (amsgrad, ...) must be as they were: they decide
+                which state there is
+    raises      CheckpointError where the parameters of one group had different options, or were not in the optimizer, and for a
+                value of another kind than the group has
     """
     by_name = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
     names = {id(p): name for name, p in model.named_parameters()}
@@ -182,22 +197,41 @@ def restored_options(
                 "make it over the same parameters, or load without it"
             )
         options = by_name[members[0]] if members else {}
-        if any(by_name[name] != options for name in members):
+        for key, was in options.items():
+            fault = _unlike(was, group[key]) if key in group and key != "params" else "no option of it"
+            if fault or (own and isinstance(was, bool) and was != group[key]):
+                raise CheckpointError(
+                    f"{path}: the optimizer's {key} was {was!r}, is now {group.get(key)!r}: {fault or 'its state fits not'}"
+                )
+        if not own and any(by_name[name] != options for name in members):
             raise CheckpointError(
                 f"{path}: parameters of the optimizer's group {i} had different options when it was saved; group them as then, "
                 "or keep your own with own_options=True"
             )
-        found.append({key: value for key, value in options.items() if key in group})
+        found.append({} if own else options)
     return found
+
+
+def _unlike(was: Any, now: Any) -> str:
+    """What is wrong with putting the saved value in the place of the present one; "" when nothing is."""
+    now = now.item() if isinstance(now, Tensor) and now.numel() == 1 else now
+    number = (int, float)
+    if isinstance(was, bool) or was is None or isinstance(now, bool) or now is None:
+        fits = all(x is None or isinstance(x, bool) for x in (was, now))
+    elif isinstance(now, number):
+        fits = isinstance(was, number) and math.isfinite(was)
+    elif isinstance(now, (tuple, list)):
+        fits = isinstance(was, list) and len(was) == len(now) and not any(_unlike(a, b) for a, b in zip(was, now, strict=True))
+    else:
+        fits = type(was) is type(now)
+    return "" if fits else "a value of another kind"
 
 
 # ---- loading -----------------------------------------------------------------------------------------------------------------
 
 
-def targets_of(
-    path: Path, index: Index, model: nn.Module, optimizer: torch.optim.Optimizer | None, ctx: ParallelContext
-) -> dict[str, Tensor]:
-    """The tensors to read into: the model's own, and new ones for optimizer and random state.
+def targets_of(path: Path, index: Index, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """The tensors to read into: the model's own, and new ones for the optimizer.
 
     raises      CheckpointError when the checkpoint does not fit
     """
@@ -223,12 +257,33 @@ def targets_of(
         for key in _kept_for(name, saved):
             full = f"{OPTIMIZER}.{name}.{key}"
             shape, dtype = saved[full][0], DTYPES[saved[full][1]]
+            if dtype not in _STATE_DTYPES or math.prod(shape) > max(1, p.numel()):
+                raise CheckpointError(
+                    f"{path}: the optimizer's {key} of {name} is {list(shape)} {saved[full][1]}: no state of it"
+                )
             like = shape == tuple(p.shape)
             targets[full] = torch.zeros_like(p.detach(), dtype=dtype) if like else torch.zeros(shape, dtype=dtype)
-    for name, state in _random_states(ctx).items():
-        if saved.get(name) == (tuple(state.shape), "uint8"):
-            targets[name] = state
     return targets
+
+
+def saved_random_states(path: Path, index: Index, ctx: ParallelContext, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The states of torch's generators that the rank of this number saved, if it did, each tried on a generator of its own.
+
+    raises      CheckpointError for what is no such state
+    """
+    found = {}
+    for name, own in _random_states(ctx).items():
+        entry = index.tensors.get(name)
+        if entry is None:
+            continue
+        try:
+            if (entry.shape, entry.dtype) != (tuple(own.shape), "uint8"):
+                raise RuntimeError(f"{list(entry.shape)} {entry.dtype}")
+            found[name] = read(name)
+            torch.Generator("cpu" if ".cpu." in name else ctx.device).set_state(found[name])
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: {name} is no state of torch's generator: {error}") from error
+    return found
 
 
 def _require_same_optimizer(path: Path, index: Index, optimizer: torch.optim.Optimizer) -> None:
