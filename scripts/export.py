@@ -2,8 +2,8 @@
 
     python scripts/export.py runs/ID model.safetensors
 
-The file holds the run's config and tokenizer as text in its metadata. `tpattn.checkpoint.import_weights(model, file)` reads it
-back, on any mesh; other programs find torch's usual shapes: [out, in] for every linear layer. Needs the extra hf.
+The file holds the run's config and tokenizer as text in its metadata, without what belongs to the run's machines: its mesh and the
+place of its text. `tpattn.checkpoint.import_weights(model, file)` reads it back, on any mesh; other programs find torch's usual shapes: [out, in] for every linear layer. Needs the extra hf.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     with one_message(), ParallelContext.single() as ctx:
         model, tokenizer, cfg = saved_model(args.run, ctx)
+        cfg.data.path, cfg.data.tokenizer, cfg.run.dir, cfg.train.resume = None, "auto", None, "auto"
         about = {"config": dataclasses.asdict(cfg), "tokenizer": tokenizer.state()}
         path = export_weights(model, args.file, about=about)
         weights = sum(p.numel() for p in model.parameters())

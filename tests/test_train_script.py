@@ -13,8 +13,10 @@ import pytest
 import torch
 from checkpoint_files import read_tensors
 
-from scripts import compare, generate, train
-from tpattn.config import Config
+from scripts import compare, export, generate, train
+from tpattn import ParallelContext, whole_state_dict
+from tpattn.checkpoint import import_weights
+from tpattn.config import Config, build, saved_model
 from tpattn.data import read_documents, tokenizer_from, train_tokenizer
 from tpattn.training import read_metrics
 
@@ -196,6 +198,27 @@ def test_a_resumed_run_says_when_tokenizer_or_held_out_documents_are_others(star
         *changes, rest = [line.strip() for line in out[at + 1 : at + 2 + len(told)]]
         assert changes == told and rest.startswith("nothing is left to do"), out
     assert any("held out for validation" in line for line in out)
+
+
+def test_a_runs_weights_go_into_one_file_for_other_programs_and_back(start, text):
+    """scripts/export.py: names and shapes of the undivided model, and what makes the model again; nothing of the machine."""
+    pytest.importorskip("safetensors", reason='needs the extra hf: pip install "tpattn[hf]"')
+    from safetensors.torch import load_file
+
+    assert start(*SMALL, "run.dir=a", "train.steps=1")[0] == 0
+    status, out, err = start("a", "out/model.safetensors", script=export)
+    assert (status, err) == (0, []) and re.fullmatch(r".*model.safetensors: 59,632 weights, [\d,]+ bytes", out[0]), out
+    ctx = ParallelContext.single()
+    model, tokenizer, cfg = saved_model("a", ctx)
+    state = load_file(text / "out" / "model.safetensors")
+    assert all(torch.equal(state[name], x) for name, x in whole_state_dict(model).items())
+    twin = build(cfg, ctx)
+    about = import_weights(twin, "out/model.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert about["tokenizer"] == tokenizer.state() and about["config"]["model"]["hidden"] == cfg.model.hidden
+    assert str(text) not in json.dumps(about)
+    status, out, err = start("text", "out/b.safetensors", script=export)
+    assert (status, out) == (1, []) and "no checkpoint" in err[0]
 
 
 def test_mistakes_are_one_message(start, text):
