@@ -158,6 +158,7 @@ def test_a_mean_counts_in_full_precision(rank, world):
         far(got.double(), torch.tensor(2048 / 512, dtype=F64), 1e-3)
 
 
+@pytest.mark.long
 def test_two_runs_never_share_a_folder(tmp_path):
     """A second run in a folder that a living one works in is refused; once that one has ended, it goes on there."""
     code = "import sys, pathlib; from tpattn.config.run import _take; _take(pathlib.Path(sys.argv[1])); print('in', flush=True); "

@@ -125,6 +125,7 @@ def launch(ranks, *argv, **options):
     return subprocess.Popen([*command, str(ROOT / "scripts" / "generate.py"), *map(str, argv)], **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [("--tp", 2), pytest.param(("--tp", 2, "--cp", 2), marks=pytest.mark.long)])
 def test_under_torchrun_the_same_text_comes_once(run, mesh):
     """Two halves of the weights, and two of the tokens; the prompt from standard input, which one rank reads."""

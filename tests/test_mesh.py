@@ -218,6 +218,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_a_script_under_torchrun_makes_contexts_after_one_another(tmp_path):
     """C46: the store prefix is tagged, so that a second start in one process does not read the first one's addresses."""
     (tmp_path / "script.py").write_text(SCRIPT)

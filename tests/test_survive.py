@@ -194,6 +194,7 @@ def place(folder, tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_leaves_with_0_and_the_run_goes_on(place):
     """One of two ranks gets it, more than once; both save the same step. The second start ends as if nothing had happened."""
     long = [word for word in PLAN if "steps" not in word and "every" not in word]
@@ -212,8 +213,7 @@ def test_sigterm_saves_and_leaves_with_0_and_the_run_goes_on(place):
     assert (done.returncode, f"resume  after step {step}" in done.stdout) == (0, True)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("moment", ["pid 0", "^run ", "^step +1/"])
+@pytest.mark.parametrize("moment", [*(pytest.param(m, marks=pytest.mark.long) for m in ("pid 0", "^run ")), "^step +1/"])
 def test_sigterm_on_one_process_at_any_moment(place, moment):
     """While it starts nothing has been made and nothing is saved; it leaves with 0 as well."""
     process, lines, until = started(place, 1, *PLAN[:5], "train.steps=100000", single=True)
