@@ -3,8 +3,8 @@
     python scripts/export.py runs/ID model.safetensors
 
 The file holds the run's config and tokenizer as text in its metadata, without what belongs to the run's machines: its mesh and
-the place of its text. `tpattn.checkpoint.import_weights(model, file)` reads it back, on any mesh; other programs find torch's usual
-shapes: [out, in] for every linear layer. Needs the extra hf.
+the place of its text. `tpattn.checkpoint.import_weights(model, file)` reads it back, on any mesh; other programs find torch's
+usual shapes: [out, in] for every linear layer. Needs the extra hf.
 """
 
 from __future__ import annotations
