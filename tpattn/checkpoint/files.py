@@ -8,7 +8,7 @@ A checkpoint is a folder step_000040 with
 
 All is JSON and numbers, nothing in it is ever run. It is written as step_000040.draft, put on disk, and renamed, so a folder with
 the plain name is complete, whenever its writer was killed. Other endings: .replaced is what a new folder of the same step stands
-in for, counted until that is in place; .removed is on its way out.
+in for, counted until that is in place; .left belongs to steps that were made anew, and stays; .removed is on its way out.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def name_of(step: int) -> str:
     return f"step_{step:06}"
 
 
-def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None for other names."""
-    found = _STEP.fullmatch(path.name)
+def step_of(path: Path, ending: str = "") -> int | None:
+    """The step that a checkpoint's folder is named after, with or without this ending; None for other names."""
+    found = _STEP.fullmatch(path.name.removesuffix(ending))
     return int(found[1]) if found else None
 
 
@@ -66,7 +66,7 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete checkpoints in `folder`, newest first. One that was stepping aside when its writer was killed counts."""
     found: dict[int, Path] = {}
     for path in sorted(Path(folder).absolute().glob("step_*"), reverse=True):  # .replaced before the plain name, which wins
-        step = step_of(path if path.suffix != ".replaced" else path.with_suffix(""))
+        step = step_of(path, ".replaced")
         if step is not None and (path / MANIFEST).exists():
             found[step] = path
     return [path for _, path in sorted(found.items(), reverse=True)]
@@ -82,7 +82,7 @@ def unfinished(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """(step, folder) of what in `folder` is named as a checkpoint, or a draft of one, and has no manifest; newest first."""
     found = []
     for path in Path(folder).absolute().glob("step_*"):
-        step = step_of(path if path.suffix != ".draft" else path.with_suffix(""))
+        step = step_of(path, ".draft")
         if step is not None and not (path / MANIFEST).exists():
             found.append((step, path))
     return sorted(found, reverse=True)
@@ -186,7 +186,7 @@ def set_aside(folder: str | os.PathLike[str], after: int) -> list[Path]:
     """
     moved = []
     for path in complete(folder):
-        if (step_of(path.with_suffix("")) or 0) > after:
+        if (step_of(path, ".replaced") or 0) > after:
             free = (path.with_suffix(f".left{i or ''}") for i in range(10_000))
             moved.append(path.rename(next(p for p in free if not p.exists())))
     return moved
@@ -243,7 +243,7 @@ def read_manifest(path: Path) -> dict[str, File]:
     if not (path / MANIFEST).exists():
         old = (path / "state.json").exists()
         raise CheckpointError(
-            f"{path}: {'saved by tpattn 0.1 in a format with pickles, which is not read' if old else 'no checkpoint'}: "
+            f"{path}: {'saved by an earlier tpattn in a format with pickles, which is not read' if old else 'no checkpoint'}: "
             f"it has no {MANIFEST}"
         )
     value = read_json(path, MANIFEST)

@@ -67,7 +67,7 @@ def read_index(path: Path, files: Mapping[str, File]) -> Index:
             raise ValueError("another format than the manifest's")
         tensors = {name: _entry(name, entry, files) for name, entry in value.pop("tensors").items()}
         index = Index(tensors=tensors, **value)
-        _check_types(index, step_of(path if path.suffix != ".replaced" else path.with_suffix("")))
+        _check_types(index, step_of(path, ".replaced"))
         _check_places(index, files)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path}: the checkpoint is broken: {METADATA}: {error}; {REMEDY}") from error

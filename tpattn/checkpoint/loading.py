@@ -14,10 +14,10 @@ from torch import nn
 from tpattn.checkpoint import files as disk
 from tpattn.checkpoint.files import REMEDY, CheckpointError
 from tpattn.checkpoint.index import Index, read_index
-from tpattn.checkpoint.saving import processes
+from tpattn.checkpoint.saving import processes, raise_on_all
 from tpattn.checkpoint.tensors import in_blocks, put, restored_options, saved_random_states, targets_of
 from tpattn.mesh import ParallelContext
-from tpattn.training import first_fault, from_rank0
+from tpattn.training import from_rank0
 
 
 class CheckpointWarning(UserWarning):
@@ -127,13 +127,9 @@ def _verified(path: Path, ctx: ParallelContext) -> Index:
         fault = str(error)
     except OSError as error:
         fault = f"{path}: {error.strerror}: {error.filename}"
-    fault = first_fault(fault, ctx)
-    if fault:
-        raise CheckpointError(fault)
+    raise_on_all(fault, ctx)
     same = from_rank0(disk.digest(manifest), ctx) == disk.digest(manifest)
-    fault = first_fault("" if same else f"{path}: rank {ctx.world.rank} sees another checkpoint there than rank 0", ctx)
-    if fault:
-        raise CheckpointError(fault)
+    raise_on_all("" if same else f"{path}: rank {ctx.world.rank} sees another checkpoint there than rank 0", ctx)
     assert index is not None
     return index
 
@@ -154,9 +150,7 @@ def _fill(
             random = saved_random_states(path, index, ctx, reader.whole)
     except CheckpointError as error:
         fault = str(error)
-    fault = first_fault(fault, ctx)
-    if fault:
-        raise CheckpointError(fault)
+    raise_on_all(fault, ctx)
     blocks = in_blocks(tensors, model, ctx)
     storage.quiet_without_group()
     storage.run(lambda: dcp.load(blocks, storage_reader=reader, **processes(ctx)), f"{path}: cannot be read")

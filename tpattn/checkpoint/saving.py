@@ -18,11 +18,19 @@ from tpattn.checkpoint.files import CheckpointError
 from tpattn.checkpoint.index import Index
 from tpattn.checkpoint.tensors import entries_of, in_blocks, options_of, tensors_of
 from tpattn.mesh import ParallelContext
+from tpattn.training import first_fault
 
 
 def processes(ctx: ParallelContext, group: Any = None) -> dict[str, Any]:
     """Who takes part, in torch.distributed.checkpoint's words."""
     return {"no_dist": True} if ctx.world.size == 1 else {"process_group": group or ctx.world.group}
+
+
+def raise_on_all(fault: str, ctx: ParallelContext) -> None:
+    """CheckpointError on every rank with the first rank's fault that is not ""."""
+    fault = first_fault(fault, ctx)
+    if fault:
+        raise CheckpointError(fault)
 
 
 def save(
@@ -72,8 +80,6 @@ class Saver:
 
         raises      CheckpointError for what cannot be saved, and for what went wrong in the save before
         """
-        from tpattn.checkpoint import storage
-
         self.wait()
         job = _prepare(self.folder, model, optimizer, self.ctx, step, about, self.keep, copy=True)
 
@@ -83,7 +89,6 @@ class Saver:
             except BaseException as error:  # raised in the run's own thread, by `wait`
                 self._error = error
 
-        storage.quiet_without_group()
         self._thread = threading.Thread(target=write, name=f"tpattn saves step {step}", daemon=True)
         self._thread.start()
         return job.final
@@ -102,10 +107,6 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def close(self) -> None:
-        """`wait`; the saver can still be used."""
-        self.wait()
 
     def __enter__(self) -> Saver:
         return self
@@ -129,7 +130,6 @@ class _Job:
 
         from tpattn.checkpoint import storage
 
-        storage.quiet_without_group()
         writer = storage.Writer(self.final, self.ctx.world.rank, self.index, self.keep)
         try:
             storage.run(
@@ -150,11 +150,14 @@ def _prepare(
     keep: int,
     copy: bool,
 ) -> _Job:
+    from tpattn.checkpoint import storage
+
     for name, number in (("step", step), ("keep", keep)):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 10**18:
             raise CheckpointError(f"{name}={number!r}: needed: a whole number from 0 on, below 10**18")
     if about is not None and not isinstance(about, Mapping):
         raise CheckpointError(f"about={about!r}: needed: a mapping of names to JSON values")
+    storage.quiet_without_group()  # in the run's own thread, which owns the filters
     tensors = tensors_of(model, optimizer, ctx)
     index = Index(
         step=step,

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,7 @@ class Reader(StorageReader):
         for item in plan.items:
             source = self._block(item.storage_index)
             target = planner.resolve_tensor(item).detach()
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                source = source.narrow(dim, start, length)
-            target.copy_(source)
+            target.copy_(_part(source, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         self._mapped.clear()
         return _done()
@@ -191,10 +189,7 @@ class Reader(StorageReader):
         entry = self.index.tensors[name]
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for block in entry.blocks:
-            place = made
-            for dim, (start, length) in enumerate(zip(block.starts, block.lengths, strict=True)):
-                place = place.narrow(dim, start, length)
-            place.copy_(self._block(MetadataIndex(name, block.starts)))
+            _part(made, block.starts, block.lengths).copy_(self._block(MetadataIndex(name, block.starts)))
         return made
 
     def _block(self, index: MetadataIndex) -> Tensor:
@@ -211,6 +206,13 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Never chosen by a path's look."""
         return False
+
+
+def _part(x: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The block of x that begins at `starts`; a view."""
+    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        x = x.narrow(dim, start, length)
+    return x
 
 
 def _bytes_of(data: Any) -> memoryview:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpattn.checkpoint.files import CheckpointError, sync
-from tpattn.mesh import ParallelContext
+from tpattn.checkpoint.files import sync
+from tpattn.checkpoint.saving import raise_on_all
 from tpattn.params import context_of, load_whole_state_dict, whole_tensors
-from tpattn.training import first_fault, from_rank0
+from tpattn.training import from_rank0
 
 
 def export_weights(model: nn.Module, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> Path:
@@ -28,7 +28,7 @@ def export_weights(model: nn.Module, path: str | os.PathLike[str], about: Mappin
     """
     ctx = context_of(model)
     final = Path(from_rank0(str(Path(path).absolute()), ctx))
-    _agree("" if ctx.world.rank else _missing(), ctx)
+    raise_on_all("" if ctx.world.rank else _missing(), ctx)
     held: dict[str, Tensor] = {}
     for name, x in whole_tensors(model):
         if ctx.world.rank == 0:
@@ -49,7 +49,7 @@ def export_weights(model: nn.Module, path: str | os.PathLike[str], about: Mappin
             with contextlib.suppress(OSError):
                 draft.unlink()
             fault = f"{final}: cannot be written: {getattr(error, 'strerror', None) or error}"
-    _agree(fault, ctx)
+    raise_on_all(fault, ctx)
     return final
 
 
@@ -76,7 +76,7 @@ def import_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool 
             fault = f"{chosen}: cannot be read: {error.strerror or error}"
         except ValueError as error:  # Unsupported, or about is no JSON
             fault = f"{chosen}: of another model: {error}"
-    _agree(fault, ctx)
+    raise_on_all(fault, ctx)
     return dict(about)
 
 
@@ -84,7 +84,10 @@ class _File(Mapping[str, Tensor]):
     """The tensors of an open safetensors file, each read when it is asked for."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._names = file, list(file.keys())
+        self._file, self._names = file, dict.fromkeys(file.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would read the tensor
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -105,9 +108,3 @@ def _missing() -> str:
     except ImportError:
         return 'weights in safetensors need the package safetensors: pip install "tpattn[hf]"'
     return ""
-
-
-def _agree(fault: str, ctx: ParallelContext) -> None:
-    fault = first_fault(fault, ctx)
-    if fault:
-        raise CheckpointError(fault)
