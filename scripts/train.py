@@ -35,7 +35,17 @@ from tpattn import ParallelContext, PeerLost, checkpoint  # noqa: E402
 from tpattn.checkpoint import CheckpointError  # noqa: E402
 from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, parts  # noqa: E402
 from tpattn.decode import generate  # noqa: E402
-from tpattn.training import NonFiniteLoss, Record, StopSignal, draw_loss, from_rank0, need_tensorboard, read_metrics, train  # noqa: E402
+from tpattn.training import (  # noqa: E402
+    NonFiniteLoss,
+    Record,
+    StopSignal,
+    draw_loss,
+    from_rank0,
+    need_tensorboard,
+    read_metrics,
+    together,
+    train,
+)
 
 CONFIGS = ROOT / "configs"
 PROMPT, SAMPLE, SAMPLE_SECONDS = 24, 150, 5.0  # tokens of a document, tokens written at most, and the time for it
@@ -53,9 +63,9 @@ def main() -> None:
         stop = stack.enter_context(StopSignal())
         with one_message():
             cfg = load(argv, CONFIGS)
-            if cfg.run.tensorboard:
-                need_tensorboard()
             ctx = stack.enter_context(ParallelContext.from_config(cfg.parallel))
+            if cfg.run.tensorboard:  # rank 0 writes; what it lacks ends all
+                together(need_tensorboard if ctx.world.rank == 0 else str, ctx)
             run = parts(cfg, ctx)
             folder, done = begin(cfg, run, ctx)
         try:

@@ -221,6 +221,18 @@ def test_a_runs_weights_go_into_one_file_for_other_programs_and_back(start, text
     assert (status, out) == (1, []) and "no checkpoint" in err[0]
 
 
+def test_tensorboards_files_are_written_where_asked_and_its_lack_is_one_message(start, text, monkeypatch):
+    plan = [*SMALL, "run.tensorboard=true", "train.steps=1"]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tensorboard", None)
+        status, out, err = start(*plan, "run.dir=a")
+        assert (status, out, len(err)) == (1, [], 1) and 'pip install "tpattn[tb]"' in err[0]
+        assert not (text / "a").exists()
+    pytest.importorskip("tensorboard", reason='needs the extra tb: pip install "tpattn[tb]"')
+    assert start(*plan, "run.dir=a")[0] == 0
+    assert [p.name for p in (text / "a" / "tensorboard").iterdir() if p.name.startswith("events")]
+
+
 def test_mistakes_are_one_message(start, text):
     """A text too short, a checkpoint of another model, a broken one, a run's folder that is taken: status 1, no traceback."""
     start(*SMALL, "run.dir=a", "train.steps=1")

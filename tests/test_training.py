@@ -394,13 +394,14 @@ def test_the_loss_on_held_out_text_is_that_of_one_process(rank, world, axis):
         want = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     with ParallelContext.from_env(**{"dp": 1, axis: world}, timeout=60) as ctx:
         twin = small(ctx, num_heads=6, num_kv_heads=2, dropout=0.5).train()
+        twin.blocks[0].eval()
         layout = SequenceLayout.zigzag(T, ctx.cp.size)
         for batch_size in (4, 5, 9):
             got = evaluate(twin, ValidBatches(packed, batch_size), ctx=ctx, layout=layout, fused_loss=batch_size == 5)
             close(torch.tensor(got, dtype=torch.float64), want, 1e-10)
         some = evaluate(twin, ValidBatches(packed, 4), ctx=ctx, layout=layout, most=1)
         far(some, want, 1e-4)
-        assert twin.training
+        assert twin.training and not twin.blocks[0].training and not twin.blocks[0].mlp.training
 
 
 class Told(Curve):

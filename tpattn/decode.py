@@ -167,7 +167,7 @@ def _last_logits(model: nn.Module, ids: Sequence[int], ctx: ParallelContext) -> 
     padded[: len(ids)] = torch.tensor(ids)
     layout = SequenceLayout.contiguous(len(padded), ctx.cp.size)
     positions = layout.positions(ctx.cp.rank)
-    with _evaluating(model):
+    with evaluating(model):
         logits: Tensor = model(padded[positions].to(ctx.device)[None], layout=layout)
         last = (positions == len(ids) - 1).nonzero()
         if not len(last):
@@ -180,7 +180,7 @@ def _last_logits(model: nn.Module, ids: Sequence[int], ctx: ParallelContext) -> 
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients inside; afterwards each module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

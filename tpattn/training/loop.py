@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tpattn import comm
 from tpattn.data import IGNORE, Batch, Batches, Layout, PackedTokens, ValidBatches
+from tpattn.decode import evaluating
 from tpattn.errors import TpattnError
 from tpattn.gradients import clip_grad_norm_, finish_gradients
 from tpattn.loss import token_mean, vocab_parallel_cross_entropy
@@ -164,7 +165,6 @@ def train(
     return max(done, last)
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     batches: ValidBatches,
@@ -177,20 +177,16 @@ def evaluate(
     """Mean loss over the counted tokens of held-out text, without dropout; the same on every rank and (up to rounding) mesh.
 
     most        batches to take, spread evenly over the text, the same on every mesh and at every call; 0 = all
-    model       left in training mode when it was
+    model       its modules are left in the modes they were in
     """
-    training = model.training
-    model.eval()
     total, count = torch.zeros((), dtype=torch.float64), 0
-    try:
-        some = min(most or len(batches), len(batches))
+    some = min(most or len(batches), len(batches))
+    with evaluating(model):
         for i in range(some):
             batch = batches.batch(i * len(batches) // some, ctx, layout)
             loss, counted = _loss(model, batch, None, ctx, fused_loss)
             total += loss.double().cpu()
             count += int(counted)
-    finally:
-        model.train(training)
     return float(token_mean(total.to(ctx.device), torch.tensor(count, device=ctx.device), ctx=ctx))
 
 
