@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # the tpattn beside this script, installed or not
 
 from tpattn import ParallelContext, Unsupported  # noqa: E402
-from tpattn.config import AttentionConfig, ParallelConfig, load_dumped, one_message, parts  # noqa: E402
+from tpattn.config import AttentionConfig, ParallelConfig, deciding, load_dumped, one_message, parts  # noqa: E402
 from tpattn.training import Record, read_metrics, train  # noqa: E402
 
 # Relative to the loss. Rounding differs in the order of sums alone, and grows from step to step; bfloat16 has no limit here.
@@ -66,18 +66,7 @@ def compare(folder: Path, steps: int) -> tuple[Columns, int, str]:
         run = parts(cfg, ctx)
         columns = Columns(wanted)
         columns.say(f"  step {f'loss, {ranks} rank' + 's' * (ranks > 1):>18} {'loss, 1 process':>18}")
-        train(
-            run.model,
-            run.optimizer,
-            run.batches,
-            ctx=ctx,
-            schedule=run.schedule,
-            layout=run.layout,
-            seed=cfg.train.seed,
-            clip=cfg.optim.clip,
-            last=max(wanted),
-            record=columns,
-        )
+        train(**deciding(cfg, run, ctx), last=max(wanted), record=columns)
     return columns, ranks, cfg.train.dtype
 
 

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record as for_torch
 
 from tpattn import ParallelContext, PeerLost, checkpoint  # noqa: E402
 from tpattn.checkpoint import CheckpointError  # noqa: E402
-from tpattn.config import Config, Parts, dump, load, make_run_dir, one_message, parts  # noqa: E402
+from tpattn.config import Config, Parts, deciding, dump, load, make_run_dir, one_message, parts  # noqa: E402
 from tpattn.decode import generate  # noqa: E402
 from tpattn.training import (  # noqa: E402
     NonFiniteLoss,
@@ -176,14 +176,7 @@ def go(cfg: Config, run: Parts, ctx: ParallelContext, folder: Path, done: int, s
     try:
         with saver:
             return train(
-                run.model,
-                run.optimizer,
-                run.batches,
-                ctx=ctx,
-                schedule=run.schedule,
-                layout=run.layout,
-                seed=cfg.train.seed,
-                clip=cfg.optim.clip,
+                **deciding(cfg, run, ctx),
                 fused_loss=cfg.train.fused_loss,
                 done=done,
                 last=last_step(cfg),

@@ -8,7 +8,7 @@ a command line is read.
 
 from tpattn.config.build import build
 from tpattn.config.load import load, load_dumped
-from tpattn.config.parts import Parts, parts
+from tpattn.config.parts import Parts, deciding, parts
 from tpattn.config.run import make_run_dir, one_message
 from tpattn.config.saved import saved_model
 from tpattn.config.schema import (
@@ -36,6 +36,7 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "build",
+    "deciding",
     "dump",
     "load",
     "load_dumped",

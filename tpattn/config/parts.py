@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -70,3 +71,17 @@ def parts(cfg: Config, ctx: ParallelContext) -> Parts:
     optimizer = adamw(model, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     schedule = Schedule(optim.lr, train.steps, optim.warmup_steps, optim.min_lr_fraction)
     return Parts(made.corpus, batches, layout, model, optimizer, schedule, made.tokenizer, made.valid)
+
+
+def deciding(cfg: Config, run: Parts, ctx: ParallelContext) -> dict[str, Any]:
+    """The arguments of `training.train` that decide a run's numbers; the others decide what is told, saved and spared."""
+    return {
+        "model": run.model,
+        "optimizer": run.optimizer,
+        "batches": run.batches,
+        "ctx": ctx,
+        "schedule": run.schedule,
+        "layout": run.layout,
+        "seed": cfg.train.seed,
+        "clip": cfg.optim.clip,
+    }
