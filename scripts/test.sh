@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests on the CPU, in about 10 minutes on 2 cores. Makes .venv and installs what is missing first; setup_env.sh says which
+# Runs the tests on the CPU, in 15 to 20 minutes on 2 cores. Makes .venv and installs what is missing first; setup_env.sh says which
 # variables choose what.
 #
 #   ./scripts/test.sh                       the tests, without those marked long, seeded samples of the large families

@@ -4,8 +4,8 @@
     python scripts/train.py                           one process, all cores
     python scripts/train.py --help                    every group and key
 
-The folder (runs/ID, or run.dir) gets config.yaml, metrics.jsonl with a line per step, loss.png, and checkpoints/, from which the
-same command with run.dir=FOLDER goes on.
+The folder (runs/ID, or run.dir) gets config.yaml, metrics.jsonl and metrics.csv with a line per step, loss.png, and checkpoints/,
+from which the same command with run.dir=FOLDER goes on.
 """
 
 from __future__ import annotations
